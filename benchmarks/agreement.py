@@ -1,6 +1,6 @@
 """Cost of the comparison with the live router in a training step: `mrr.replay` with and without it, in turns.
 
-python -m benchmarks.agreement          # whole steps with the session opened and closed, where the rows are counted
+python -m benchmarks.agreement          # whole steps, with the session opened and closed
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from benchmarks.step import LARGER, TINY, Case, Trainer
 from tests.support.workers import GlooWorkers
 
 KINDS: dict[str, dict[str, Any]] = {
-    "not asked": {"min_agreement": 0},
-    "one layer asked": {},
-    "every layer asked": {"ask_every_layer": True},
+    "without": {"min_agreement": 0},
+    "one layer": {},
+    "every layer": {"ask_every_layer": True},
 }
 CASES = [
     Case(model=TINY, repeats=15),
@@ -25,7 +25,7 @@ CASES = [
 ]
 
 
-class Asking(Trainer):
+class Checking(Trainer):
     """A trainer that replays in every step."""
 
     def __init__(self, case: Case) -> None:
@@ -38,7 +38,7 @@ class Asking(Trainer):
 
 def time_steps(case: Case) -> dict[str, list[float]]:
     """Run on the rank: seconds of the steps of every kind."""
-    trainer = Asking(case)
+    trainer = Checking(case)
     steps = {kind: partial(trainer.step, kind) for kind in KINDS}
     # The first session of a model compares all layers; here it is a warm-up.
     return rounds(steps, repeats=case.repeats, warm_up=2, clock=trainer.clock)
@@ -49,11 +49,9 @@ def main() -> None:
     for case in CASES:
         with GlooWorkers(1) as workers:
             (seconds,) = workers.run(time_steps, case, timeout_s=900.0)
-        ms = sorted(seconds["not asked"])[case.repeats // 2] * 1000
-        rows.append(
-            [case.model.name, f"{ms:.0f}", *(str(ratio(seconds, kind, "not asked")) for kind in list(KINDS)[1:])]
-        )
-    print(table(["model", "not asked, ms", *(f"{kind} / not asked" for kind in list(KINDS)[1:])], rows))
+        ms = sorted(seconds["without"])[case.repeats // 2] * 1000
+        rows.append([case.model.name, f"{ms:.0f}", *(str(ratio(seconds, kind, "without")) for kind in list(KINDS)[1:])])
+    print(table(["model", "without, ms", *(f"{kind} / without" for kind in list(KINDS)[1:])], rows))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
         close_sessions,
         freeze_recompute,
         install,
-        microbatch,
         record,
         replay,
         uninstall,
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from megatron_router_replay.mcore.batches.attach import attach
     from megatron_router_replay.mcore.sessions.explain import explain
     from megatron_router_replay.store import load_trace, save_trace
-    from megatron_router_replay.trace import RoutingTrace, concat_traces, merge_traces, stamp, stamp_batch
+    from megatron_router_replay.trace import RoutingTrace, concat_traces, merge_traces
 
 __version__ = "0.3.0.dev0"
 
@@ -48,12 +47,9 @@ __all__ = [
     "load_trace",
     "mcore",
     "merge_traces",
-    "microbatch",
     "record",
     "replay",
     "save_trace",
-    "stamp",
-    "stamp_batch",
     "store",
     "trainers",
     "transport",
@@ -71,15 +67,21 @@ _MODULES = {
     "install": "mcore",
     "load_trace": "store",
     "merge_traces": "trace",
-    "microbatch": "mcore",
     "record": "mcore",
     "replay": "mcore",
     "save_trace": "store",
-    "stamp": "trace",
-    "stamp_batch": "trace",
     "uninstall": "mcore",
 }
 """Public name -> the module that has it; every other public name is a module itself."""
 
+_BY_TOKENS = (
+    "RoutingTrace.from_samples(tokens, routes, ...), then replay(model_chunks, trace): rows are found by tokens."
+)
+
 # RouterReplayError, imported above, never reaches __getattr__.
-__getattr__, __dir__ = lazy_names(__name__, {name: _MODULES.get(name, name) for name in __all__}, also=("__version__",))
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {name: _MODULES.get(name, name) for name in __all__},
+    also=("__version__",),
+    withdrawn=dict.fromkeys(("microbatch", "stamp", "stamp_batch"), _BY_TOKENS),
+)

@@ -66,3 +66,7 @@ class ReplayStateError(RouterReplayError):
 
 class ReplayDataError(ReplayStateError, ValueError):
     """Routes for another number of routers; a ValueError too, which Megatron-Core's own class raises."""
+
+
+class SeamError(RouterReplayError):
+    """A trainer's function, parameter or field that this package hooks is not as it is known; the message names it."""

@@ -1,10 +1,10 @@
 """How far does the live router agree with routes that are right, and with routes that are wrong?
 
 Small mixture-of-experts language models are trained. Their routes are taken as an engine would choose them (bf16, fp8 and
-int4 weights, weights that are stale by a KL), and damaged as captures were; captures of a real vLLM in bf16 and float32 stand
-beside them. `mrr.replay` counts both with the same functions.
+int4 weights, weights that are older by a KL), and damaged as captures were. Captures of a real vLLM in bf16 and float32 are
+compared as well. Rows are counted and judged by the class that a session uses, on one rank and on ranks that share samples.
 
-    python -m examples.effect.agreement          # the table, and what part of sessions would stop without a reason
+    python -m examples.effect.agreement          # the table, with the share of sessions that would stop without a reason
 """
 
 from __future__ import annotations
@@ -12,33 +12,26 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable
-from dataclasses import astuple, dataclass
-from itertools import chain
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from megatron_router_replay.mcore.sessions.agreement import (
-    EVIDENCE,
-    LEAST_ROWS,
-    PAIRS,
-    SAMPLE_EVIDENCE,
-    agreement_of,
-    count_rows,
-    measure,
-    sum_parts,
-)
+from megatron_router_replay.mcore.sessions import agreement
+from megatron_router_replay.mcore.sessions.agreement import SESSION_EVIDENCE, WINDOW_EVIDENCE, Agreement
 
 VOCAB, WIDTH, LAYERS, LEAST = 256, 24, 2, 0.25
-SAMPLES, LENGTH = 64, 2048
-LONG = 8192
-FREE = 32  # tokens in front of a loop
-DRAWS = 4  # of weights that are older by a KL of 0.1
-LOOPS = 4  # sets of 1,120 samples that loop
+SAMPLES, LENGTH, IN_MICROBATCH = 12, 2048, 4
+FREE = 32  # tokens before a loop
+DRAWS = 2  # of weights that are older by a KL of 0.1
+LOOPS = 2  # sets of 560 samples that loop
 CAPTURES = Path(__file__).parents[2] / "tests/unit/data/engine_captures"
 
 
@@ -50,11 +43,12 @@ class Model:
     experts: int
     topk: int
     skew: float = 0.0  # added to one expert's logit
+    sigmoid: bool = False  # scores are sigmoids, and a bias that balances is added to choose
 
 
 MODELS = (
     Model("top-2 of 8", 8, 2),
-    Model("top-4 of 32", 32, 4),
+    Model("top-8 of 32, sigmoid with bias", 32, 8, sigmoid=True),
     Model("top-1 of 8, skewed", 8, 1, 1.0),
     Model("top-1 of 8", 8, 1),
 )
@@ -62,6 +56,8 @@ MODELS = (
 
 class Layer(nn.Module):
     """Attention, then a mixture of experts."""
+
+    bias: Tensor
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -71,6 +67,7 @@ class Layer(nn.Module):
         self.down = nn.Parameter(torch.randn(model.experts, 2 * WIDTH, WIDTH) / WIDTH**0.5)
         self.mix = nn.Linear(3 * WIDTH, 3 * WIDTH)
         self.out = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("bias", torch.zeros(model.experts))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.mix(F.rms_norm(x, (WIDTH,)).repeat(1, 1, 3)).chunk(3, -1)
@@ -78,11 +75,14 @@ class Layer(nn.Module):
         normed = F.rms_norm(x, (WIDTH,))
         logits = normed @ self.router.t()
         logits = logits + self.model.skew * F.one_hot(torch.tensor(0), self.model.experts)
-        probabilities = logits.softmax(-1)
-        chosen = logits.topk(self.model.topk, -1).indices
+        probabilities = logits.sigmoid() if self.model.sigmoid else logits.softmax(-1)
+        chosen = (probabilities + self.bias if self.model.sigmoid else logits).topk(self.model.topk, -1).indices
         weights = torch.zeros_like(logits).scatter(-1, chosen, probabilities.gather(-1, chosen))
         inner = F.silu(torch.einsum("bsw,ewh->bseh", normed, self.up)) * weights.unsqueeze(-1)
         balance = model_load(weights, probabilities)
+        if self.model.sigmoid and self.training:
+            load = (weights > 0).float().mean((0, 1))
+            self.bias += 0.01 * (load.mean() - load).sign()
         return x + torch.einsum("bseh,ehw->bsw", inner, self.down), chosen, balance
 
 
@@ -128,13 +128,21 @@ def text(samples: int, length: int, generator: torch.Generator) -> Tensor:
 
 
 def loops(generator: torch.Generator) -> Tensor:
-    """Tokens that repeat one passage behind free ones: nearly all that is low of legal routes is in such samples."""
-    samples, length = 160, 160
+    """Tokens that repeat one passage after free ones: nearly all that is low of legal routes is in such samples."""
+    samples, length = 80, 160
     rows = []
     for period in (6, 8, 10, 13, 17, 24, 40):
         tokens = text(2 * samples, FREE + period, generator)[1::2]
         rows.append(tokens[:, torch.cat([torch.arange(FREE), FREE + torch.arange(length - FREE) % period])])
     return torch.cat(rows)
+
+
+def placeholders(generator: torch.Generator) -> Tensor:
+    """Tokens of which one, as that of an image, fills half of each sample."""
+    tokens = text(4 * IN_MICROBATCH, LENGTH, generator)
+    for sample, begin in zip(tokens, torch.randint(LENGTH // 2, (len(tokens),), generator=generator).tolist()):
+        sample[begin : begin + LENGTH // 2] = 3
+    return tokens
 
 
 def trained(model: Model, seed: int, steps: int) -> Network:
@@ -144,17 +152,18 @@ def trained(model: Model, seed: int, steps: int) -> Network:
     for _ in range(steps):
         tokens = text(8, 192, generator)
         log_probs, _, balance = network(tokens)
-        loss = F.nll_loss(log_probs[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()) + 0.01 * balance
+        aux = 0.0 if model.sigmoid else 0.01 * balance
+        loss = F.nll_loss(log_probs[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()) + aux
         adam.zero_grad()
         loss.backward()
         adam.step()
-    return network
+    return network.eval()
 
 
 def changed(network: Network, model: Model, change: Callable[[Tensor], Tensor]) -> Network:
     other = Network(model)
     other.load_state_dict({name: change(value.clone()) for name, value in network.state_dict().items()})
-    return other
+    return other.eval()
 
 
 def to_int4(weight: Tensor) -> Tensor:
@@ -183,63 +192,119 @@ def stale(network: Network, model: Model, tokens: Tensor, target: float, seed: i
     return noisy(network, model, high, seed)
 
 
+def one_rank(values: Tensor) -> list[Tensor]:
+    return [values]
+
+
+def sequence_parallel(values: Tensor, size: int = 4) -> list[Tensor]:
+    """Return the parts of [positions, samples, ...] values that tensor-parallel ranks route."""
+    return list(values.chunk(size))
+
+
+def context_parallel(values: Tensor, size: int = 4) -> list[Tensor]:
+    """Return the zigzag parts of context-parallel ranks."""
+    chunks = values.chunk(2 * size)
+    return [torch.cat([chunks[rank], chunks[2 * size - 1 - rank]]) for rank in range(size)]
+
+
+LAYOUTS: dict[str, Callable[[Tensor], list[Tensor]]] = {
+    "TP1": one_rank,
+    "TP4, SP": sequence_parallel,
+    "CP4": context_parallel,
+}
+
+
+def told(experts: int, microbatches: list[tuple[int, Tensor, Tensor]], layout: str = "TP1") -> list[Agreement]:
+    """Return the counts of each rank of a session.
+
+    Args:
+        microbatches: layer, and [samples, positions, topk] live and replayed routes.
+    """
+    topk, ranks = microbatches[0][1].shape[-1], []
+    for number, (layer, *both) in enumerate(microbatches):
+        parts = [LAYOUTS[layout](routes.transpose(0, 1)) for routes in both]
+        for rank, (live, used) in enumerate(zip(*parts)):
+            if number == 0:
+                ranks.append(
+                    Agreement(
+                        topk=topk, num_experts=experts, num_layers=LAYERS, least=LEAST, every_layer=False, rank=rank,
+                    )
+                )  # fmt: skip
+            chunk: Any = SimpleNamespace(index=0, row_sharing=(0, len(parts[0]), 0), sequence_share=(0, 1))
+            microbatch: Any = SimpleNamespace(number=number, shape=tuple(live.shape[:2]), cu_seqlens=None)
+            ranks[rank].add(microbatch, chunk, layer, live.flatten(0, 1).long(), used.flatten(0, 1).long(), None)
+    return ranks
+
+
+def judged(ranks: list[Agreement], evidence: float = WINDOW_EVIDENCE) -> tuple[Any, bool]:
+    """Return the sums of a session's ranks, and whether it raises, if windows need this evidence."""
+    with mock.patch.object(agreement, "WINDOW_EVIDENCE", evidence):
+        for rank in ranks:
+            rank._read_last = None  # counted again
+        everyone = [rank.numbers() for rank in ranks]
+        (group,) = agreement._groups(everyone, LEAST)
+        return group, bool(agreement.problems(everyone, LEAST))
+
+
+TAIL = 20.0
+"""Evidence from which on that of low windows is taken for exponential; its tail is lighter."""
+
+
 @dataclass
 class Counted:
-    """What comes of rows.
+    """Agreement of rows.
 
     Args:
         layers: agreement of each layer.
-        parts: agreement of each part with enough evidence.
-        low: of each sample in each layer, the evidence of all its parts below LEAST, judged or not.
+        least: agreement of the window that agrees least.
+        low, judged: samples in a layer with a low window, and with one that is judged.
+        evidence: in each micro-batch of IN_MICROBATCH samples, of low windows with that of TAIL.
+        raises: whether a session of all these rows does.
     """
 
-    layers: list[float]
-    parts: list[float]
-    low: list[float]
+    layers: list[float] = field(default_factory=list)
+    least: float = math.inf
+    low: int = 0
+    judged: int = 0
+    evidence: list[float] = field(default_factory=list)
+    raises: bool = False
 
 
-def counted(experts: int, live: Tensor, used: Tensor) -> Counted:
-    """Count [layers, samples, positions, topk] routes as a session does; four samples a micro-batch."""
-    table = torch.randint(PAIRS, (2 * experts,), generator=torch.Generator().manual_seed(0))
-    topk = live.shape[-1]
-    layers: list[float] = []
-    parts: list[float] = []
-    low: list[float] = []
-    for of_live, of_used in zip(live, used):
-        total = np.zeros((PAIRS, 3))
-        for ids in torch.split(torch.cat([of_live, of_used], -1), 4):
-            samples = torch.arange(len(ids)).repeat_interleave(ids.shape[1]).unsqueeze(0)
-            rows = torch.cat([count_rows(ids.flatten(0, 1), None, table), samples])
-            sums, first = sum_parts(rows.numpy(), len(ids))
-            units, total = measure(sums, topk), total + sums.sum(0)
-            agreement, enough = agreement_of(units), units[:, 0] >= LEAST_ROWS
-            parts += agreement[enough & (units[:, 3] >= EVIDENCE)].tolist()
-            sums[~(enough & (agreement < LEAST))] = 0
-            low += measure(np.add.reduceat(sums, first), topk)[:, 3].tolist()
-        layers.append(float(agreement_of(measure(total, topk))))
-    return Counted(layers, parts, low)
+def counted(experts: int, live: Tensor, used: Tensor, layout: str = "TP1") -> Counted:
+    """Count [layers, samples, positions, topk] routes as a session does."""
+    found, everything = Counted(), []
+    for layer, (of_live, of_used) in enumerate(zip(live, used)):
+        microbatches = [(layer, *pair) for pair in zip(of_live.split(IN_MICROBATCH), of_used.split(IN_MICROBATCH))]
+        everything += microbatches
+        for one in microbatches:
+            ranks = told(experts, [one], layout)
+            group, _ = judged(ranks)
+            found.least = min(found.least, group.least[0])
+            found.low, found.judged = found.low + int(group.low), found.judged + int(group.judged)
+            found.evidence.append(judged(ranks, TAIL)[0].evidence)
+    group, found.raises = judged(told(experts, everything, layout))
+    found.layers = list(group.layers.values())
+    return found
 
 
-def stops(low: list[float], samples: int = 64) -> float:
-    """Return what part of sessions with so many of these samples, each asked in one layer, would raise without a reason.
+def stops(evidence: list[float], microbatches: int = 16) -> float:
+    """Return which share of sessions with so many of these micro-batches, each compared in one layer, would raise wrongly.
 
-    They raise if all that is low of samples, in parts that are judged, has the evidence for it together. Values beyond 20 are
-    taken for exponential; their tail is lighter.
+    They raise if all that is low has the evidence for it together.
 
     Args:
-        low: see `Counted`.
+        evidence: see `Counted`.
     """
-    beyond = [value - 20 for value in low if value > 20]
+    beyond = [value - TAIL for value in evidence if value > TAIL]
     if not beyond:
         return 0.0
     scale = sum(beyond) / len(beyond)
-    expected = samples * len(beyond) / len(low) * math.exp(-(EVIDENCE - 20) / scale)
+    expected = microbatches * len(beyond) / len(evidence) * math.exp(-(WINDOW_EVIDENCE - TAIL) / scale)
     rate, number = 0.0, math.exp(-expected)
     for count in range(1, 40):
-        number *= (
-            expected / count
-        )  # sessions with so many low samples, each of which has EVIDENCE and an exponential excess
-        excess, term, together = max(0.0, SAMPLE_EVIDENCE - count * EVIDENCE) / scale, 1.0, 0.0
+        # Sessions with so many low samples, each of which has WINDOW_EVIDENCE and an exponential excess.
+        number *= expected / count
+        excess, term, together = max(0.0, SESSION_EVIDENCE - count * WINDOW_EVIDENCE) / scale, 1.0, 0.0
         for power in range(count):
             together, term = together + term, term * excess / (power + 1)
         rate += number * math.exp(-excess) * together
@@ -286,21 +351,23 @@ def real_rows() -> tuple[Tensor, Tensor]:
     return tuple(torch.cat(each).permute(1, 0, 2).unsqueeze(1) for each in (live, used))  # type: ignore[return-value]
 
 
-def draws_of(target: float) -> int:
-    return DRAWS if target == 0.1 else 1
-
-
 def joined(draws: list[Counted]) -> Counted:
-    return Counted(*([*chain(*each)] for each in zip(*map(astuple, draws))))
+    return Counted(
+        layers=[value for each in draws for value in each.layers],
+        least=min(each.least for each in draws),
+        low=sum(each.low for each in draws),
+        judged=sum(each.judged for each in draws),
+        evidence=[value for each in draws for value in each.evidence],
+        raises=any(each.raises for each in draws),
+    )
 
 
-def shown(model: str, name: str, found: Counted, *, rate: float | None = None) -> None:
-    low = sum(value < LEAST for value in found.parts)
-    least, most = min(found.parts, default=math.nan), max(found.low)
+def shown(model: str, name: str, layout: str, found: Counted, *, rate: float | None = None) -> None:
+    layers = found.layers or [math.nan]
     stop = "" if rate is None else f"{rate:.0e}"
     print(
-        f"| {model} | {name} | {min(found.layers):.2f} | {max(found.layers):.2f} | {least:.2f} | "
-        f"{low} of {len(found.parts)} | {most:.0f} | {stop} |",
+        f"| {model} | {name} | {layout} | {min(layers):.2f} | {max(layers):.2f} | {found.least:.2f} | {found.low} of "
+        f"{found.judged} | {max(found.evidence):.0f} | {'raises' if found.raises else ''} | {stop} |",
         flush=True,
     )
 
@@ -310,49 +377,51 @@ def compare(model: Model, seed: int, network: Network, different: Network) -> No
     """Print the rows of one model."""
     tokens, short = (text(*size, torch.Generator().manual_seed(seed + 100)) for size in ((SAMPLES, LENGTH), (16, 192)))
     live = routes_of(network, tokens)
-
-    def legal(changed_network: Network) -> Counted:
-        return counted(model.experts, live, routes_of(changed_network, tokens))
-
-    for name, change in LEGAL.items():
-        shown(model.name, name, legal(changed(network, model, change)))
-    for target in STALE:
-        draws = [legal(stale(network, model, short, target, 1000 * seed + draw)) for draw in range(draws_of(target))]
-        shown(model.name, f"older weights, KL {target:g}", joined(draws))
+    exact = {name: changed(network, model, change) for name, change in LEGAL.items()}
+    older = {target: stale(network, model, short, target, 1000 * seed) for target in STALE}
+    for name, other in [*exact.items(), *((f"older weights, KL {target:g}", other) for target, other in older.items())]:
+        shown(model.name, name, "TP1", counted(model.experts, live, routes_of(other, tokens)))
     wrong = {name: damage(live) for name, damage in WRONG.items()}
     wrong |= {"ids permuted": (live + (model.experts // 2 - 1)) % model.experts}
     wrong |= {"different checkpoint": routes_of(different, tokens)}
     for name, used in wrong.items():
-        shown(model.name, f"WRONG: {name}", counted(model.experts, live, used))
-    if model.skew:
-        tokens = text(SAMPLES * LENGTH // LONG, LONG, torch.Generator().manual_seed(seed + 200))
-        live = routes_of(network, tokens)
-        found = legal(stale(network, model, short, 0.1, 1000 * seed))
-        shown(model.name, f"older weights, KL 0.1, samples of {LONG:,} tokens", found)
-    older = [stale(network, model, short, 0.1, 1000 * seed + draw) for draw in range(DRAWS)]
-    older.append(changed(network, model, to_int4))
-    sets = []
-    for number in range(LOOPS):
-        tokens = loops(torch.Generator().manual_seed(seed + 7 + 1000 * number))
-        live = routes_of(network, tokens)[:, :, FREE:]
-        sets += [counted(model.experts, live, routes_of(each, tokens)[:, :, FREE:]) for each in older]
-    found = joined(sets)
-    shown(model.name, "loops of 6 to 40 tokens, KL 0.1 and int4", found, rate=stops(found.low))
+        shown(model.name, f"WRONG: {name}", "TP1", counted(model.experts, live, used))
+    for layout in ("TP4, SP", "CP4"):
+        shown(model.name, "WRONG: one late", layout, counted(model.experts, live, wrong["one late"], layout))
+    noisy_ones = [exact["int4 weights"], older[0.1]]
+    noisy_ones += [stale(network, model, short, 0.1, 1000 * seed + draw) for draw in range(1, DRAWS)]
+
+    def routed(sets: list[Tensor], skip: int) -> list[tuple[Tensor, Tensor]]:
+        pairs = [(routes_of(network, tokens), routes_of(each, tokens)) for tokens in sets for each in noisy_ones]
+        return [(live[:, :, skip:], used[:, :, skip:]) for live, used in pairs]
+
+    images = routed([placeholders(torch.Generator().manual_seed(seed + 300))], 0)
+    looping = routed([loops(torch.Generator().manual_seed(seed + 7 + 1000 * number)) for number in range(LOOPS)], FREE)
+    short_loops = [(live[:, :, :96], used[:, :, :96]) for live, used in looping]
+    for name, pairs, layout in (
+        ("one token fills half of a sample", images, "TP1"),
+        ("loops of 6 to 40 tokens", looping, "TP1"),
+        ("loops, samples of 96 rows", short_loops, "TP4, SP"),
+        ("loops, samples of 96 rows", short_loops, "CP4"),
+    ):
+        found = joined([counted(model.experts, *pair, layout) for pair in pairs])
+        shown(model.name, f"{name}, KL 0.1 and int4", layout, found, rate=stops(found.evidence))
 
 
-def main(steps: int = 100) -> None:
+def main(steps: int = 100, names: Sequence[str] = ()) -> None:
     torch.set_num_threads(1)
     print(
-        "| model | routes | least layer | most layer | least part | parts < 0.25 | evidence of what is low | false stops |"
+        "| model | routes | ranks | least layer | most layer | least sample | low | evidence of what is low | | false stops |"
     )
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    print("|" + " --- |" * 10)
     live, used = real_rows()
-    shown("vLLM, top-2 of 8", "bf16", counted(8, live, used))
+    shown("vLLM, top-2 of 8", "bf16", "TP1", counted(8, live, used))
     for name, damage in (("one late", 2), ("layers swapped", 0)):
-        shown("vLLM, top-2 of 8", f"WRONG: bf16, {name}", counted(8, live, used.roll(1, damage)))
+        shown("vLLM, top-2 of 8", f"WRONG: bf16, {name}", "TP1", counted(8, live, used.roll(1, damage)))
     for seed, model in enumerate(MODELS):
-        compare(model, seed, trained(model, seed, steps), trained(model, seed + 50, steps))
+        if not names or model.name in names:
+            compare(model, seed, trained(model, seed, steps), trained(model, seed + 50, steps))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 100)
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 100, sys.argv[2:])

@@ -12,15 +12,15 @@ In the order that data moves:
     worker.py        a rollout worker: rolls out its share, decodes, sends every training rank its routes
     routes.py        how routes come to the training ranks: handed over by rank 0, or from rollout workers over
                      torch.distributed or Ray
-    batch.py         samples -> packed micro-batches, where routing_rows are one more field
+    batch.py         samples -> packed micro-batches
     loss.py          advantages, clipped loss, KL: tensors to tensors
     trainer.py       Megatron-Core: model, optimizer, old-policy pass, update; the lines that replay adds are marked
     weights.py       Megatron-Core -> Hugging Face names, for the engine's next rollout
     loop.py          one training run;  compare.py, plot.py: several of them side by side
 
-To lift it into a trainer: the lines marked "# replay" in trainer.py, the `routing_rows` field in batch.py, `choose_trace` in
+To lift it into a trainer: the lines marked "# replay" in trainer.py, and `choose_trace` in
 loop.py. Where engines are processes of their own, worker.py and routes.py too: a training rank gets the routes of its
-data-parallel samples and its pipeline stage's layers only, and `routing_rows` count those samples. Each step then prints how
+data-parallel samples and its pipeline stage's layers only. Each step then prints how
 long training waited for routes, and for what; metrics.jsonl has the seconds of both sides under
 `router_replay/transport/`, those of the slowest worker.
 

@@ -1,4 +1,4 @@
-"""Samples -> packed micro-batches. `routing_rows` is one more field and takes the way of the tokens."""
+"""Samples -> packed micro-batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from examples.grpo.rollout import Text
-from megatron_router_replay.layout import collate_packed, number_rows, split_batch
+from megatron_router_replay.layout import number_rows, split_context_parallel
+from megatron_router_replay.layout.rows import pack_sequences
 from megatron_router_replay.testing import ParallelSizes
 
 Microbatch = dict[str, Any]
@@ -19,8 +20,7 @@ class RolloutBatch:
     """A rollout's samples in one numbering: batch row r is token r of all samples behind one another.
 
     What training knows about a token is a tensor by batch row. Log-probs, advantages and masks sit at the row that
-    *predicts* the token, one before it; the last row of each sample predicts nothing. Routes are numbered by themselves:
-    this rank's traces hold the samples that it trains on, behind one another.
+    *predicts* the token, one before it; the last row of each sample predicts nothing.
 
     Args:
         samples: of the whole rollout.
@@ -33,7 +33,6 @@ class RolloutBatch:
         self.rows = number_rows([len(sample.token_ids) for sample in samples])
         self.num_rows = sum(map(len, self.rows))
         self.own = range(len(samples)) if own is None else own
-        self.routing_rows = dict(zip(self.own, number_rows([len(self.rows[sample]) for sample in self.own])))
         self.loss_mask = self._predicting([sample.generated.float() for sample in samples])
         self.rollout_logprobs = self._predicting([sample.logprobs for sample in samples])
         self.advantages = torch.cat([advantage.expand(len(rows)) for advantage, rows in zip(advantages, self.rows)])
@@ -62,7 +61,7 @@ class RolloutBatch:
             max_tokens: of one sample; decides the length.
             dp_size, cp_rank: of this rank.
         """
-        mine = [sample for sample in chosen if sample in self.routing_rows]
+        mine = [sample for sample in chosen if sample in self.own]
         if len(chosen) % (dp_size * per_microbatch):
             raise ValueError(
                 f"{len(chosen)} samples a gradient step do not fill micro-batches of {per_microbatch} on {dp_size} "
@@ -72,14 +71,16 @@ class RolloutBatch:
         total = per_microbatch * (-(-max_tokens // multiple) * multiple)
         result = []
         for start in range(0, len(mine), per_microbatch):
-            packed = collate_packed(
-                [self._fields(sample) for sample in mine[start : start + per_microbatch]],
-                pad_token_id=0,
-                sequence_multiple=multiple,
-                total_length=total,
-            )
-            batch: Microbatch = dict(split_batch(packed, cp_rank=cp_rank, cp_size=layout.cp_size))
-            batch["packed_seq_params"] = _packed_seq_params(batch["cu_seqlens_padded"])
+            fields = [self._fields(sample) for sample in mine[start : start + per_microbatch]]
+            batch: Microbatch = {}
+            for name in fields[0]:
+                values = [field[name] for field in fields]
+                fill = {"labels": -100, "is_padding": True}.get(name, 0)
+                packed = pack_sequences(values, fill=fill, sequence_multiple=multiple, total_length=total)
+                batch[name] = split_context_parallel(
+                    packed.values, cp_rank=cp_rank, cp_size=layout.cp_size, cu_seqlens_padded=packed.cu_seqlens_padded
+                )
+            batch["packed_seq_params"] = _packed_seq_params(packed.cu_seqlens, packed.cu_seqlens_padded)
             result.append(batch)
         return result
 
@@ -93,7 +94,8 @@ class RolloutBatch:
         return {
             "input_ids": token_ids,
             "labels": labels,
-            "routing_rows": self.routing_rows[sample],
+            "position_ids": torch.arange(len(rows)),
+            "is_padding": torch.zeros(len(rows), dtype=torch.bool),
             "batch_rows": rows,
             **by_row,
         }
@@ -102,10 +104,16 @@ class RolloutBatch:
         return torch.cat([torch.cat([values[1:], values.new_zeros(1)]) for values in by_token])
 
 
-def _packed_seq_params(bounds: Tensor) -> Any:
+def _packed_seq_params(unpadded: Tensor, bounds: Tensor) -> Any:
     from megatron.core.packed_seq_params import PackedSeqParams
 
     longest = int(bounds.diff().max())
     return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
+        qkv_format="thd",
+        cu_seqlens_q=unpadded,  # so that padding is known, and no token is taken for it
+        cu_seqlens_kv=unpadded,
+        cu_seqlens_q_padded=bounds,
+        cu_seqlens_kv_padded=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
     )

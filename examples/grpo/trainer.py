@@ -31,6 +31,9 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
 }
 
+NO_TOKENS: tuple[int, ...] = ()
+"""What padding holds that cu_seqlens_q does not exclude: nothing."""
+
 
 class Trainer:
     """This rank's part of the policy, its optimizer, and the reference model.
@@ -61,9 +64,6 @@ class Trainer:
         )
         self.models = load()
         self.reference = load() if settings.kl_coef else []
-        for models in (self.models, self.reference):
-            if models:
-                mrr.attach(models)  # the forward step hands them the routing rows, replay on or off
         self.config = self.models[0].config
         self.config.finalize_model_grads_func = finalize_model_grads
         ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
@@ -116,15 +116,15 @@ class Trainer:
         """Return the live policy's log-probs by batch row, and the routes it chose for this rank's samples and layers."""
         from megatron.core import parallel_state
 
-        with mrr.record(self.models) as recording:  # replay
+        with mrr.record(self.models, padding_token_ids=NO_TOKENS) as recording:  # replay
             logprobs = self._logprobs(self.chunks, batch)
         # Tensor- and context-parallel ranks have each seen some of the tokens.
         group = parallel_state.get_tensor_and_context_parallel_group()
-        return logprobs, recording.gather(group, num_tokens=len(batch.own_rows))
+        return logprobs, recording.gather(group)
 
     def logprobs(self, batch: RolloutBatch, trace: mrr.RoutingTrace) -> Tensor:
         """Return the policy's log-probs by batch row with a trace's routes."""
-        with mrr.replay(self.models, trace):  # replay
+        with mrr.replay(self.models, trace, padding_token_ids=NO_TOKENS):  # replay
             return self._logprobs(self.chunks, batch)
 
     def reference_logprobs(self, batch: RolloutBatch) -> Tensor:
@@ -139,7 +139,7 @@ class Trainer:
         """
         if trace is None:
             return self._train(batch)
-        with mrr.replay(self.models, trace) as session:  # replay
+        with mrr.replay(self.models, trace, padding_token_ids=NO_TOKENS) as session:  # replay
             metrics = self._train(batch)
         return metrics | session.report.metrics()
 
@@ -189,7 +189,7 @@ class Trainer:
         with torch.no_grad():
             outputs = self._run(chunks, microbatches, keep, forward_only=True)
         for microbatch, logprobs in zip(microbatches, outputs):
-            is_token = microbatch["routing_rows"] >= 0
+            is_token = ~microbatch["is_padding"]
             by_row[microbatch["batch_rows"][is_token]] = logprobs[is_token]
         return self._summed(by_row)
 
@@ -254,11 +254,9 @@ class Trainer:
 
 
 def forward_step(data_iterator: Iterator[Microbatch], model: Any, *, loss_func: LossFunc) -> tuple[Tensor, Any]:
-    """Megatron's forward step; the model is attached, so it takes the rows, replay on or off."""
+    """Megatron's forward step; replay adds nothing to it."""
     microbatch = next(data_iterator)
     output = model(
-        routing_rows=microbatch["routing_rows"],
-        routing_padding=microbatch["routing_padding"],
         input_ids=microbatch["input_ids"],
         position_ids=microbatch["position_ids"],
         attention_mask=None,

@@ -1,6 +1,7 @@
 """Routing replay in Megatron-Core models; of the core, the only part that imports megatron.core."""
 
-from megatron_router_replay.mcore.batches.attach import attach, broadcast_routing_rows
+from megatron_router_replay.lazy import lazy_names
+from megatron_router_replay.mcore.batches.attach import attach
 from megatron_router_replay.mcore.core import hooks
 from megatron_router_replay.mcore.core.router_replay import RouterReplay, RouterReplayAction, install, uninstall
 from megatron_router_replay.mcore.core.tape import Tape
@@ -8,7 +9,7 @@ from megatron_router_replay.mcore.model.layers import layer_numbers_of, routing_
 from megatron_router_replay.mcore.sessions.explain import explain
 from megatron_router_replay.mcore.sessions.freeze import FreezeSession, freeze_recompute
 from megatron_router_replay.mcore.sessions.record import RecordSession, record
-from megatron_router_replay.mcore.sessions.replay import ReplaySession, microbatch, replay
+from megatron_router_replay.mcore.sessions.replay import ReplaySession, replay
 from megatron_router_replay.mcore.sessions.report import SessionReport
 from megatron_router_replay.mcore.sessions.session import close_sessions
 
@@ -24,15 +25,23 @@ __all__ = [
     "SessionReport",
     "Tape",
     "attach",
-    "broadcast_routing_rows",
     "close_sessions",
     "explain",
     "freeze_recompute",
     "install",
     "layer_numbers_of",
-    "microbatch",
     "record",
     "replay",
     "routing_info",
     "uninstall",
 ]
+
+_BY_TOKENS = (
+    "RoutingTrace.from_samples(tokens, routes, ...), then replay(model_chunks, trace): rows are found by tokens."
+)
+_FOLLOWED = "rows follow tokens: pass input_ids on every pipeline stage (docs/own_trainer.md)."
+__getattr__, _ = lazy_names(
+    __name__,
+    {},
+    withdrawn={"microbatch": _BY_TOKENS, "broadcast_routing_rows": _FOLLOWED, "prefetching": _FOLLOWED},
+)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -105,35 +104,6 @@ def find_invalid_routes(rows: npt.NDArray[Any], *, num_experts: int) -> InvalidR
     if has_repeats(narrow):
         return InvalidRoutes(cause="repeated", rows=rows, invalid=repeated_routes(narrow), num_experts=num_experts)
     return None
-
-
-def narrow_ids(
-    rows: npt.NDArray[Any], routed: npt.NDArray[np.bool_], *, num_experts: int
-) -> tuple[npt.NDArray[Any], str | None]:
-    """Return rows in the stored dtype, a copy, and what is wrong with those that are looked at.
-
-    Args:
-        rows: [rows, layers, topk], any integer dtype.
-        routed: [rows], False: this row is not looked at, and becomes experts 0, 1, ... in every layer.
-
-    Returns:
-        [rows, layers, topk], and the `InvalidRoutes.cause` of the first block at fault; None: there is none.
-    """
-    narrow = torch.empty(rows.shape, dtype=index_dtype(num_experts)).numpy()
-    unsigned = rows.view(f"u{rows.itemsize}")  # as which an id below 0 lies above all experts
-    for start, stop in _blocks(rows.shape, rows.itemsize):
-        block, mask, copied = unsigned[start:stop], routed[start:stop], narrow[start:stop]
-        unrouted = np.flatnonzero(~mask)
-        edges = [-1, *unrouted[:32].tolist(), len(block)]
-        # A copy of the rows between takes as long as their highest id.
-        looked_at = [block[a + 1 : b] for a, b in pairwise(edges)] if len(unrouted) < 32 else [block[mask]]
-        if any(int(part.max(initial=0)) >= num_experts for part in looked_at):
-            return narrow, "outside"
-        copied[:] = block
-        copied[unrouted] = np.arange(rows.shape[2])
-        if has_repeats(copied):
-            return narrow, "repeated"
-    return narrow, None
 
 
 def repeated_routes(rows: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:

@@ -131,7 +131,7 @@ class RoutingTrace:
         last_token: Literal["unrouted", "routed"] = "unrouted",
         sample_ids: Iterable[str] | None = None,
     ) -> RoutingTrace:
-        """Return the trace of samples as an engine or a trainer returns them: `replay` finds them by their tokens.
+        """Make a trace of samples, which `replay` finds by their tokens.
 
         Args:
             tokens: [T] ids of each sample, prompt and response.
@@ -219,7 +219,7 @@ class RoutingTrace:
 
     @property
     def derived(self) -> dict[Any, Any]:
-        """What other parts computed from this trace and keep with it, such as the index of its prefixes; never copied."""
+        """Values that sessions derived from the trace, such as its index; never copied."""
         return self._derived
 
     @property

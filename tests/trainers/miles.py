@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from unittest import mock
 import torch
 
 from megatron_router_replay.testing import ParallelSizes
+from megatron_router_replay.trainers import miles
 from tests.trainers import oracle, small_model
 from tests.trainers.slime import SERVICES, train
 from tests.trainers.slime import args as arguments_of_slime
@@ -26,41 +28,58 @@ def rollout_data(seed: int) -> dict[str, Any]:
     return box | {"num_rollouts": [len(box["tokens"])], "num_microbatches": [4]}
 
 
-def step(folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dict[str, Any], own: bool = False) -> Any:
+def step(
+    folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dict[str, Any], replay: str = "ours"
+) -> Any:
     """Train on one rollout; {pass: (decisions, wrong)} of the reference, log-prob and training passes.
 
     Args:
-        own: with miles' own replay in the routers.
+        replay: "ours", or "own": miles' own in the routers and nothing of ours; "audited": its own, compared by ours.
     """
-    with trainer_imports(folder, ("miles",), services=SERVICES):
+    with trainer_imports(folder, ("miles",), services=SERVICES), oracle.process():
         torch._dynamo.config.disable = True
         from miles.backends.megatron_utils import actor, model, parallel
         from miles.backends.training_utils import data, log_utils
-        from miles.utils.ft_utils.process_group_utils import GroupInfo
+        from miles.backends.training_utils.parallel import set_parallel_state
         from miles.utils.replay_base import routing_replay_manager
 
         chunks = small_model.build(layout, **options)
         arguments = arguments_of_slime(layout, **{"qkv_format": "thd", "allgather_cp": False, **flags})
         arguments.pipeline_model_parallel_size = layout.pp_size
+        # The actor made micro-batches before July 2026.
+        arguments.global_batch_size, arguments.max_tokens_per_gpu = oracle.NUM_SAMPLES * layout.ep_size, 20
         model.get_args = parallel.get_args = lambda: arguments
         # gloo's are the only groups here
         parallel.mpu.get_data_parallel_group_gloo = parallel.mpu.get_data_parallel_group
         model.DumperMegatronUtil = _NoDumper
         model.torch.cuda.mem_get_info = lambda device=None: (1, 1)  # there is memory
-        actor.is_first_replica_megatron_main_rank = model.is_first_replica_megatron_main_rank = lambda: False
-        from miles.backends.training_utils.parallel import set_parallel_state
-        from miles.ray.rollout.train_data_conversion import process_rollout_data_shard
-
-        set_parallel_state(parallel.create_megatron_parallel_state(GroupInfo(rank=0, size=1, group=None)))
         # Services: the object store, the trackers.
         boxes = [rollout_data(i) for i in range(parallel.mpu.get_data_parallel_world_size())]
-        data.process_rollout_data = lambda args, ref, rank, size, witness_info: (
-            process_rollout_data_shard(args, ref[rank]),
-            nullcontext(),
-        )
+        try:
+            from miles.ray.rollout.train_data_conversion import process_rollout_data_shard
+            from miles.utils.ft_utils.process_group_utils import GroupInfo
+        except ImportError:  # before July 2026
+            from miles.utils import data as store
+
+            actor.is_megatron_main_rank = model.is_megatron_main_rank = lambda: False
+            set_parallel_state(parallel.create_megatron_parallel_state())
+            store.ray.get = lambda reference: reference
+            boxes = [SimpleNamespace(inner=box) for box in boxes]
+        else:
+            actor.is_first_replica_megatron_main_rank = model.is_first_replica_megatron_main_rank = lambda: False
+            set_parallel_state(parallel.create_megatron_parallel_state(GroupInfo(rank=0, size=1, group=None)))
+            is_pair = "store_get_result" in inspect.getsource(data.get_rollout_data)  # since August 2026
+
+            def process_rollout_data(args: Any, ref: Any, rank: int, size: int, witness_info: Any) -> Any:
+                shard = process_rollout_data_shard(args, ref[rank])
+                return (shard, nullcontext()) if is_pair else shard
+
+            data.process_rollout_data = process_rollout_data
         log_utils.gather_log_data = actor.log_perf_data = lambda *args, **kwargs: None
-        routing_replay_manager.enabled = own  # as `init` leaves it
-        if own:
+        if replay != "own":
+            miles.init(arguments)  # --custom-megatron-init-path
+        routing_replay_manager.enabled = True  # as the actor's `init` leaves it
+        if replay != "ours":
             _install_own_replay(chunks, routing_replay_manager)
         heartbeat = SimpleNamespace(bump=lambda: None)
         return train(
@@ -68,9 +87,9 @@ def step(folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dic
         )
 
 
-def step_with_own_replay(folder: str, flags: dict[str, Any]) -> Any:
+def step_with_own_replay(folder: str, flags: dict[str, Any], replay: str = "own") -> Any:
     with mock.patch.object(torch.cuda, "current_device", torch.cuda.current_device):
-        return step(folder, ParallelSizes(), {}, {"enable_mtp_training": False, **flags}, own=True)
+        return step(folder, ParallelSizes(), {}, {"enable_mtp_training": False, **flags}, replay=replay)
 
 
 def _install_own_replay(chunks: list[Any], manager: Any) -> None:

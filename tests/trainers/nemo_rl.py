@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatron_router_replay.testing import ParallelSizes
+from megatron_router_replay.trainers import nemo_rl
 from tests.trainers import oracle, small_model
 from tests.trainers.sources import Source
 from tests.trainers.stand_ins import trainer_imports
@@ -74,7 +75,7 @@ def config(layout: ParallelSizes, *, packs: bool = False, dynamic: bool = False)
 
 def step(folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dict[str, Any]) -> Any:
     """Reference log-probs, previous log-probs, a training step; {pass: (decisions, wrong)} of each."""
-    with trainer_imports(folder, SOURCE.packages, services=SERVICES):
+    with trainer_imports(folder, SOURCE.packages, services=SERVICES), oracle.process():
         torch._dynamo.config.disable = True
         from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig, ClippedPGLossFn
         from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -82,6 +83,7 @@ def step(folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dic
         from nemo_rl.models.megatron.router_replay import validate_router_replay_config
         from nemo_rl.models.policy.workers import megatron_policy_worker as worker
 
+        nemo_rl.install()
         cfg = config(layout, **flags)
         validate_router_replay_config(cfg)
         # An older Megatron-Core has no total_tokens, which only Transformer Engine reads.

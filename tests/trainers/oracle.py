@@ -6,6 +6,7 @@ and the routing maps that leave its routers. Every token of a batch has an id of
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 import megatron_router_replay as mrr
+from megatron_router_replay.trainers import follow
 
 LAYERS, EXPERTS, TOPK, VOCAB = 4, 16, 4, 320
 SHARDS = (
@@ -109,7 +111,7 @@ FAULTS: dict[str, Any] = {
     "exchanged": lambda routes: [routes[1], routes[0], *routes[2:]],
     "late": lambda routes: [torch.cat([part[:1], part[:-1]]) for part in routes],
 }
-"""What happens to a rollout's routes before they are stamped."""
+"""What happens to a rollout's routes before they come in."""
 
 
 def asked(step: Any, fault: str, *args: Any) -> None:
@@ -158,6 +160,45 @@ def own_routes(chunks: list[Any], ids: Tensor) -> Tensor:
 def routes_of_tokens(ids: list[Tensor], routes: list[Tensor]) -> dict[int, Tensor]:
     """Return the route [LAYERS, TOPK] of each token that has one."""
     return {int(token): route for tokens, part in zip(ids, routes) for token, route in zip(tokens, part)}
+
+
+FINDINGS: list[Any] = []
+"""Of each pass of the newest process that was audited."""
+
+METRICS: dict[str, float] = {}
+"""Of the newest pass of the newest process."""
+
+
+@contextmanager
+def process() -> Iterator[None]:
+    """Let a trainer's process end with the block: its environment, and what was installed in it."""
+    with mock.patch.dict(os.environ):
+        try:
+            yield
+        finally:
+            if follow.is_installed():
+                FINDINGS[:] = getattr(follow.active(), "findings", [])
+                METRICS.clear()
+                METRICS.update(follow.active().metrics)
+            follow.uninstall()
+
+
+def audited(step: Any, word: str, *args: Any) -> tuple[Any, list[Any]]:
+    """Run a trainer with its own replay under MRR_AUDIT=word; return what this oracle counted, and the audit's findings."""
+    with mock.patch.dict(os.environ, MRR_AUDIT=word):
+        return step(*args, replay="audited"), list(FINDINGS)
+
+
+def attacked(step: Any, attack: Any, *args: Any) -> Any:
+    """Run a trainer on a rollout whose tokens and routes `attack` changed."""
+    module = sys.modules[__name__]
+    original = rollout
+
+    def changed(seed: int = 0) -> tuple[list[Tensor], list[Tensor]]:
+        return attack(*original(seed))  # type: ignore[no-any-return]
+
+    with mock.patch.object(module, "rollout", changed):
+        return step(*args)
 
 
 @contextmanager

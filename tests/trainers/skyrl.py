@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from megatron_router_replay.testing import ParallelSizes
+from megatron_router_replay.trainers import skyrl
 from tests.trainers import oracle, small_model
 from tests.trainers.sources import Source
 from tests.trainers.stand_ins import trainer_imports
@@ -89,6 +91,9 @@ def batch(seed: int) -> Any:
         "rollout_logprobs": [[-1.0] * len(part) for part in responses],
         "rollout_expert_indices": [part.numpy().astype(np.uint8) for part in routes],
     }
+    if "RoutedExpertIndices" not in Path(trainer.__file__).with_name("dataset").joinpath("preprocess.py").read_text():
+        # Before August 2026 the engine's routes were lists.
+        reply["rollout_expert_indices"] = [part.tolist() for part in reply["rollout_expert_indices"]]
     made = me.convert_to_training_input(reply, [str(i) for i in range(len(ids))])
     log_probs = made["rollout_logprobs"]
     for name in ("action_log_probs", "base_action_log_probs"):
@@ -97,15 +102,19 @@ def batch(seed: int) -> Any:
     return made
 
 
-def step(folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dict[str, Any]) -> Any:
+def step(
+    folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dict[str, Any], replay: str = "ours"
+) -> Any:
     """Log-probs without routes (the reference's batch), with them, a training step; {pass: (decisions, wrong)} of each."""
-    with trainer_imports(folder, SOURCE.packages, services=SERVICES):
+    with trainer_imports(folder, SOURCE.packages, services=SERVICES), oracle.process():
         torch._dynamo.config.disable = True
         from skyrl.backends.skyrl_train.distributed.megatron import megatron_utils
         from skyrl.backends.skyrl_train.utils.ppo_utils import ppo_policy_loss
         from skyrl.backends.skyrl_train.workers.megatron import megatron_worker as worker
         from skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper import MegatronModelWrapper
 
+        if replay != "own":
+            skyrl.install()
         # An older Megatron-Core has no total_tokens, which only Transformer Engine reads.
         megatron_utils.PackedSeqParams = small_model.packed_seq_params
         if options.get("moe_enable_routing_replay"):
@@ -125,7 +134,8 @@ def step(folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dic
         with oracle.watched(chunks, oracle.routes_of_tokens(ids, routes)) as seen:
             _know_tokens(chunks, seen)
             reference = batch(rank)
-            del reference["rollout_expert_indices"], reference["router_padding_mask"]
+            for name in ("rollout_expert_indices", "router_padding_mask"):
+                reference.pop(name, None)
             me._forward_logprobs(reference)
             seen.mark()
             me._forward_logprobs(batch(rank))
@@ -134,14 +144,14 @@ def step(folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dic
         return seen.counts()
 
 
-def step_with_own_replay(folder: str, flags: dict[str, Any]) -> Any:
+def step_with_own_replay(folder: str, flags: dict[str, Any], replay: str = "own") -> Any:
     """`step`, with routers built as SkyRL builds them for its own replay; nothing of that is left in the process."""
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
     original = TopKRouter.set_layer_number
     try:
-        return step(folder, ParallelSizes(), {"moe_enable_routing_replay": True}, flags)
+        return step(folder, ParallelSizes(), {"moe_enable_routing_replay": True}, flags, replay)
     finally:
         TopKRouter.set_layer_number = original
         del TopKRouter._set_layer_number_patched

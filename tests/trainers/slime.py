@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from argparse import Namespace
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from megatron_router_replay.testing import ParallelSizes
+from megatron_router_replay.trainers import slime
 from tests.trainers import oracle, small_model
 from tests.trainers.sources import Source
 from tests.trainers.stand_ins import trainer_imports
@@ -62,31 +64,41 @@ def args(layout: ParallelSizes, **options: Any) -> Args:
 
 def rollout_data(seed: int, steps: int) -> dict[str, Any]:
     """What slime's rollout manager puts into a rank's box."""
-    from slime.observability.rollout_data_utils import tensorize_rollout_data_for_training
+    try:
+        from slime.observability.rollout_data_utils import tensorize_rollout_data_for_training as tensorize
+    except ModuleNotFoundError:  # before August 21, 2026
+        from slime.ray.rollout import _tensorize_rollout_data_for_training as tensorize
 
     data = oracle.rollout_box(seed)
     data |= {"global_batch_sizes": [len(data["tokens"]) // steps] * steps, "num_microbatches": [4 // steps] * steps}
-    tensorize_rollout_data_for_training(data)
+    tensorize(data)
     return data
 
 
 def step(folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dict[str, Any]) -> Any:
     """Train on one rollout, in so many `steps`; {pass: (decisions, wrong)} of the reference, log-probs and training."""
-    with trainer_imports(folder, ("slime",), services=SERVICES):
+    with trainer_imports(folder, ("slime",), services=SERVICES), oracle.process():
         torch._dynamo.config.disable = True
-        from slime.backends.megatron_utils import actor, model
-        from slime.observability import logging_utils, train_metric_utils
-        from slime.utils import accelerator
+        from slime.backends.megatron_utils import actor, data, model
         from slime.utils import data as slime_data
         from slime.utils.misc import Box
 
         # Services: Ray's store, the trackers, the GPU.
         slime_data.ray.get = lambda reference: reference
-        train_metric_utils.log_perf_data = lambda *args, **kwargs: None
-        logging_utils.log = train_metric_utils.gather_log_data = lambda *args, **kwargs: None
-        accelerator.current_device = accelerator.device = lambda *args, **kwargs: torch.device("cpu")
+        try:
+            from slime.observability import logging_utils, train_metric_utils
+            from slime.utils import accelerator
+        except ModuleNotFoundError:  # before August 21, 2026
+            from slime.utils import logging_utils
+
+            actor.log_perf_data = data.gather_log_data = lambda *args, **kwargs: None
+        else:
+            train_metric_utils.log_perf_data = train_metric_utils.gather_log_data = lambda *args, **kwargs: None
+            accelerator.current_device = accelerator.device = lambda *args, **kwargs: torch.device("cpu")
+        logging_utils.log = lambda *args, **kwargs: None
         arguments = args(layout, **flags)
         model.get_args = lambda: arguments
+        slime.init(arguments)  # --custom-megatron-init-path
         chunks = small_model.build(layout, **options)
         boxes = [Box(rollout_data(i, flags.get("steps", 1))) for i in range(actor.mpu.get_data_parallel_world_size())]
         return train(actor, arguments, chunks, boxes)
@@ -110,5 +122,9 @@ def train(actor: Any, arguments: Args, chunks: list[Any], boxes: list[Any], **fi
         )
         me._active_model_tag = "actor"
         actor.Timer().start("train_wait")  # they do so at the end of init
-        me.train(0, boxes)
+        # miles asked for these before August 2026.
+        named = inspect.signature(me.train).parameters
+        me.train(
+            0, boxes, **{name: value for name, value in {"witness_info": None, "attempt": 0}.items() if name in named}
+        )
     return seen.counts()

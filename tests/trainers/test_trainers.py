@@ -1,4 +1,4 @@
-"""slime, miles, NeMo-RL and SkyRL, each with its patch of examples/trainers and no other edits."""
+"""slime, miles, NeMo-RL and SkyRL, unedited: each decision of their routers while this package follows their tokens."""
 
 import re
 from functools import cache
@@ -6,10 +6,11 @@ from functools import cache
 import pytest
 
 from megatron_router_replay.testing import ParallelSizes
+from megatron_router_replay.trainers import seams
 from tests.functional.mcore.cases import FULL
 from tests.support.workers import WorkersError
 from tests.trainers import miles, nemo_rl, skyrl, slime
-from tests.trainers.oracle import FAULTS, asked, check_replayed
+from tests.trainers.oracle import FAULTS, asked, attacked, audited, check_replayed
 
 TRAINERS = {"slime": slime, "miles": miles, "nemo_rl": nemo_rl, "skyrl": skyrl}
 
@@ -56,97 +57,35 @@ CASES = {
     "skyrl pp2 packed full": (PP2, FULL, PACKED),
 }
 
-UNSTAMPED, NO_SEAL = "were they stamped?", "bears no seal"
-NO_SESSION = "no session holds this DistributedDataParallel"
-NO_ROUTES = "a forward without routes; 0 micro-batches were queued"
-NO_FIELD = "KeyError: 'rollout_routed_experts'"
-NO_EXPERTS = "say num_experts=, or model="
-NO_TOKENS, NO_WORD = (
-    "stamped=True compares the seal with the tokens: give token_ids=",
-    "say stamped=True with token_ids=",
-)
-FORGOTTEN = {
-    "slime the stamp": ("mrr.stamp_batch(", UNSTAMPED),
-    "slime the filler": ("new_full", NO_SEAL),
-    "slime the session of log-probs": ("replays = ", NO_SESSION),
-    "slime the session of training": ('timer("actor_train")', NO_SESSION),
-    "slime the routes of log-probs": ("#2 _feed_routes(args, model, batch)", NO_ROUTES),
-    "slime the routes of training": ("#3 _feed_routes(args, model, batch)", NO_ROUTES),
-    "slime the field of log-probs": ('#1         "rollout_routed_experts",', NO_FIELD),
-    "slime the field of training": ('#2         "rollout_routed_experts",', NO_FIELD),
-    "miles the stamp": ("mrr.stamp_batch(", "must be Tensor, not numpy.ndarray"),
-    "miles the session of log-probs": ("replays = ", NO_SESSION),
-    "miles the session of training": ('timer("actor_train")', NO_SESSION),
-    "miles the routes of log-probs": ("#2 _feed_routes(model, batch)", NO_ROUTES),
-    "miles the routes of training": ("#3 _feed_routes(model, batch)", NO_ROUTES),
-    "miles the field of log-probs": ('#1         "rollout_routed_experts",', NO_FIELD),
-    "miles the field of training": ('#2         "rollout_routed_experts",', NO_FIELD),
-    "miles the row of the last token": (
-        "F.pad(r, (0, 0",
-        "routes are of [1, 14] tokens, token_ids has the shape [1, 16]",
-    ),
-    "nemo_rl the stamp": ("mrr.stamp(", UNSTAMPED),
-    "nemo_rl the routes": ("mrr.microbatch(", "layer axis does not match a supported payload layout"),
-    "nemo_rl the experts of training": ("#1 num_experts=self", NO_EXPERTS),
-    "nemo_rl the experts of log-probs": ("#3 num_experts=self", NO_EXPERTS),
-    "nemo_rl the filler": ("filler=range", NO_SEAL),
-    "nemo_rl the tokens of the stamp": ("token_ids=", NO_TOKENS),
-    "nemo_rl the word of the stamp": ("stamped=True", NO_WORD),
-    "nemo_rl the session": ("    with (", NO_SESSION),
-    "skyrl the session of log-probs": ("#1 mrr.replay(", NO_SESSION),
-    "skyrl the session of training": ("#2 mrr.replay(", NO_SESSION),
-    "skyrl the stamp": ("mrr.stamp_batch(", "routes.numpy()", UNSTAMPED),
-    "skyrl the filler": ("filler=route_padding", NO_SEAL),
-    "skyrl the tokens of log-probs": ("#2 sequences,", "missing 1 required positional argument: 'sequences'"),
-    "skyrl the tokens of training": ("#3 sequences,", "missing 1 required positional argument: 'sequences'"),
-    "skyrl the tokens of the stamp": ("token_ids=align", NO_TOKENS),
-    "skyrl the word of the stamp": ("stamped=True", NO_WORD),
-}
-"""What is left out: texts of its added lines, and what the user sees."""
-
 
 def trainer_of(case):
     return TRAINERS[case.split()[0]]
 
 
 @pytest.fixture(scope="module")
-def edited(tmp_path_factory):
-    """Return the folder of a trainer with its patch."""
-    return cache(lambda trainer: str(trainer.SOURCE.edited(tmp_path_factory.mktemp("trainer") / "edited")))
+def unedited(tmp_path_factory):
+    """Return the folder of a trainer."""
+    return cache(lambda trainer: str(trainer.SOURCE.unedited(tmp_path_factory.mktemp("trainer") / "unedited")))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_decision_is_the_rollouts(case, edited, on_ranks):
+def test_every_decision_is_the_rollouts(case, unedited, on_ranks):
     trainer, (layout, options, flags) = trainer_of(case), CASES[case]
-    ranks = on_ranks(layout.world_size, trainer.step, edited(trainer), layout, options, flags)
+    ranks = on_ranks(layout.world_size, trainer.step, unedited(trainer), layout, options, flags)
     check_replayed(ranks, recomputes=bool(options))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("trainer", [slime, skyrl])
-def test_routes_that_were_wrong_before_the_stamp_raise(trainer, fault, edited, workers_1):
+def test_routes_that_were_wrong_before_they_came_in_raise(trainer, fault, unedited, workers_1):
     def run():
-        workers_1.run(asked, trainer.step, fault, edited(trainer), ONE, {}, {})
+        workers_1.run(asked, trainer.step, fault, unedited(trainer), ONE, {}, {})
 
     if not fault:
         run()
         return
     with pytest.raises(WorkersError, match="the live router agrees with the replayed routes by"):
         run()
-
-
-@pytest.mark.parametrize("case", FORGOTTEN)
-def test_a_forgotten_line_raises(case, tmp_path, workers_1):
-    trainer, (*lines, message) = trainer_of(case), FORGOTTEN[case]
-    folder = trainer.SOURCE.edited(tmp_path / "edited", without=lines)
-    with pytest.raises(WorkersError, match=re.escape(message)):
-        workers_1.run(trainer.step, str(folder), ONE, {}, {})
-
-
-def test_padding_that_was_forgotten_changes_no_decision(tmp_path, workers_1):
-    folder = skyrl.SOURCE.edited(tmp_path / "edited", without=("padding=align",))
-    ((_, log_probs, train),) = workers_1.run(skyrl.step, str(folder), ONE, {}, {})
-    assert log_probs["no grad"] == train["train"] == (138, 0)
 
 
 @pytest.mark.parametrize(
@@ -160,3 +99,78 @@ def test_a_trainers_own_replay_is_wrong_on_padded_batches(trainer, flags, wrong,
     ((_, log_probs, *train),) = workers_1.run(trainer.step_with_own_replay, str(folder), flags)
     assert log_probs["no grad"] == (138, wrong)
     assert tuple(map(sum, zip(*(part["train"] for part in train)))) == (138, wrong)
+
+
+OWN = [(miles, BSHD, 75), (miles, {"qkv_format": "thd"}, 0), (skyrl, {}, 129), (skyrl, PACKED, 0)]
+OWN_IDS = ["miles, padded", "miles, packed", "SkyRL, padded", "SkyRL, packed"]
+
+
+@pytest.mark.parametrize(("trainer", "flags", "wrong"), OWN, ids=OWN_IDS)
+def test_the_audit_counts_what_the_oracle_counts(trainer, flags, wrong, unedited, workers_1):
+    ((_, findings),) = workers_1.run(audited, trainer.step_with_own_replay, "1", unedited(trainer), flags)
+    # Log-probs, then training in one or two passes.
+    assert (findings[0].right, findings[0].wrong) == (138 - wrong, wrong)
+    assert sum(each.wrong for each in findings) == 2 * wrong
+    assert sum(each.right for each in findings) == 2 * (138 - wrong)
+    assert sum(each.not_found for each in findings) == 0
+    assert bool(findings[0].first) == bool(wrong)
+
+
+def test_an_audit_raises_if_it_is_asked_to(unedited, workers_1):
+    with pytest.raises(
+        WorkersError, match="MRR811: audit of SkyRL's replay, forward-only pass 1: 129 of 138 decisions"
+    ):
+        workers_1.run(audited, skyrl.step_with_own_replay, "raise", unedited(skyrl), {})
+
+
+def rows_of_zeros(tokens, routes):
+    routes[2][1] = 0
+    return tokens, routes
+
+
+def no_rows(tokens, routes):
+    return tokens, [routes[0], routes[1][:0], *routes[2:]]
+
+
+def shifted_layers(tokens, routes):
+    return tokens, [part.roll(1, dims=1) for part in routes]
+
+
+def a_row_less(tokens, routes):
+    return tokens, [routes[0][1:], *routes[1:]]
+
+
+@pytest.mark.parametrize("attack", [rows_of_zeros, no_rows, shifted_layers, a_row_less])
+@pytest.mark.parametrize("trainer", [slime, miles])
+def test_routes_that_cannot_be_the_samples_raise(trainer, attack, unedited, workers_1):
+    with pytest.raises(WorkersError, match=r"MRR10[23]: sample|MRR802: sample"):
+        workers_1.run(attacked, trainer.step, attack, unedited(trainer), ONE, {}, {})
+
+
+RENAMED = {
+    "slime, a function": (slime, "fill_routing_replay", "fill_replay", "fill_routing_replay is gone"),
+    "slime, a parameter": (slime, "rollout_data", "rollout", "fill_routing_replay has the parameters"),
+    "slime, a switch": (slime, "ROUTING_REPLAY_STAGE", "REPLAY_STAGE", "no longer names ['ROUTING_REPLAY_STAGE']"),
+    "slime, a field": (slime, "rollout_routed_experts", "routes", "no longer names ['rollout_routed_experts']"),
+    "miles, a function": (miles, "fill_replay_data", "fill_replay", "fill_replay_data is gone"),
+    "miles, a switch": (miles, "replay_backward", "in_backward", "no longer names ['replay_backward']"),
+    "NeMo-RL, a function": (nemo_rl, "megatron_forward_backward", "run_megatron", "megatron_forward_backward is gone"),
+    "NeMo-RL, a switch": (nemo_rl, "use_router_replay", "replays", "without ['use_router_replay']"),
+    "SkyRL, a function": (skyrl, "forward_backward_mini_batch", "train", "forward_backward_mini_batch is gone"),
+    "SkyRL, a field": (skyrl, "rollout_expert_indices", "experts", "no longer names ['rollout_expert_indices']"),
+}
+"""Case -> trainer, what is renamed everywhere in it, to what, and what SeamError says."""
+
+
+@pytest.mark.parametrize("case", RENAMED)
+def test_what_a_trainer_renamed_is_named(case, tmp_path, workers_1):
+    trainer, old, new, message = RENAMED[case]
+    folder = trainer.SOURCE.unedited(tmp_path / "renamed")
+    for path in folder.rglob("*.py"):
+        text = path.read_text()
+        if old in text:
+            path.write_text(re.sub(rf"\b{old}\b", new, text))
+    with pytest.raises(WorkersError, match=rf"MRR808: .*{re.escape(message)}"):
+        workers_1.run(trainer.step, str(folder), ONE, {}, {})
+    # The script says the same in seconds.
+    assert seams.main([trainer.SOURCE.name, str(folder)]) > 0

@@ -10,16 +10,12 @@ with mrr.replay(model_chunks, trace):                    # on
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._compile import _disable_dynamo
 
-from megatron_router_replay.errors import LayoutError
 from megatron_router_replay.mcore.core import tape
 from megatron_router_replay.mcore.model.find import (
     Models,
@@ -107,31 +103,3 @@ def _take_rows(
     if rows is not None and not tape.in_recompute() and (session := session_of(module)) is not None:
         session.microbatch(rows, module, padding=padding, trained=trained, ahead=False)
     return args, kept
-
-
-def broadcast_routing_rows(
-    rows: Sequence[Tensor] | None, *, src: int, group: dist.ProcessGroup | None = None
-) -> list[Tensor]:
-    """Give every rank of a group the rows of all micro-batches. Pipeline stages that load no data need it.
-
-    Call it before the schedule, with all micro-batches of the step at once: a broadcast inside a forward step would
-    wait for stages that wait for this stage's activations.
-
-    Args:
-        rows: on `src`, one int tensor a micro-batch, of any shapes; elsewhere ignored, may be None.
-        src: the sending rank, a global rank of the group (`parallel_state.get_pipeline_model_parallel_first_rank()`).
-        group: the pipeline-parallel group; None: the default group.
-
-    Returns:
-        The tensors on the CPU, int64, on every rank.
-
-    Raises:
-        LayoutError: the sending rank was given none; on every rank.
-    """
-    payload: list[list[Tensor] | None] = [None]
-    if dist.get_rank() == src and rows is not None:
-        payload = [[part.detach().to(device="cpu", dtype=torch.int64).clone() for part in rows]]
-    dist.broadcast_object_list(payload, src=src, group=group)
-    if payload[0] is None:  # told to all, so that all raise and none waits
-        raise LayoutError(f"MRR406: rank {src} broadcasts routing_rows but was given none.")
-    return payload[0]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
@@ -39,7 +40,6 @@ class Chunk:
         self.replayed_routers = replayed_routers
         self.device = replayed_routers[0].router.weight.device
         self.config: Any = replayed_routers[0].router.config
-        self.columns: dict[Any, Any] = {}  # of routes that are fed: see `fed`
         layers = [f"layer {found.layer_number}" for found in replayed_routers]
         self._session = weakref.proxy(session)
         where = f"rank {rank}, chunk {index}"
@@ -56,24 +56,33 @@ class Chunk:
         """The innermost model."""
         return self.levels[-1]
 
-    def router_view(self, values: Tensor, *, split: bool = False) -> Tensor:
-        """Return [b, s, ...] values as this rank's routers see their tokens: s-major, this rank's sequence-parallel part.
-
-        Args:
-            split: the values are this part already.
-        """
-        splits = self._sequence_parallel and not split
-        return rows_for_router(values, tp_rank=self._tp_rank, tp_size=self._tp_size, sequence_parallel=splits)
+    def router_view(self, values: Tensor) -> Tensor:
+        """Return [b, s, ...] values as this rank's routers see their tokens: s-major, this rank's sequence-parallel part."""
+        return rows_for_router(
+            values, tp_rank=self._tp_rank, tp_size=self._tp_size, sequence_parallel=self._sequence_parallel
+        )
 
     @property
     def sequence_share(self) -> tuple[int, int]:
         """(number of this rank's part, number of parts) of the positions that tensor-parallel ranks share."""
         return (self._tp_rank, self._tp_size) if self._sequence_parallel else (0, 1)
 
-    def router_shape(self, batch_shape: tuple[int, int], *, split: bool = False) -> tuple[int, int]:
+    @property
+    def row_sharing(self) -> tuple[int, int, int]:
+        """(number of this rank among those with the same rows, number of ranks that share a sequence, lowest of these ranks).
+
+        Tensor-parallel ranks have the same rows without sequence parallelism, and share sequences with it; context-parallel
+        ranks share them.
+        """
+        group: Any = self.replayed_routers[0].router.tp_cp_group
+        replica, parts = (0, self._tp_size) if self._sequence_parallel else (self._tp_rank, 1)
+        ranks = [0] if group is None else dist.get_process_group_ranks(group)
+        return replica, len(ranks) // self._tp_size * parts, min(ranks)
+
+    def router_shape(self, batch_shape: tuple[int, int]) -> tuple[int, int]:
         """Return (positions, sequences) of what this rank's routers get for [b, s] tokens."""
         num_sequences, length = batch_shape
-        return (length // self._tp_size if self._sequence_parallel and not split else length, num_sequences)
+        return (length // self._tp_size if self._sequence_parallel else length, num_sequences)
 
     def add_hooks(self) -> None:
         """Put the hooks on; plain functions, so that a copy of the model has them and not a copy of this object."""

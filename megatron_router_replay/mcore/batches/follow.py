@@ -289,8 +289,8 @@ def number_tokens(
     check(
         is_doubtful.any(),
         f"MRR207: {where}: sequences begin or end with several equal tokens, so a recording cannot tell padding from "
-        "samples. Give the model padding_mask or unpadded cu_seqlens_q, or say mrr.record(..., padding_token_ids=[...]) ([]: there is "
-        "no padding).",
+        "samples. Give the model padding_mask or unpadded cu_seqlens_q, or say mrr.record(..., padding_token_ids=[...]), "
+        "where [] says that there is no padding.",
     )
     # Where a sample is: +1 at its start, -1 at its end.
     edges = torch.zeros(tokens.numel() + 1, dtype=torch.int64, device=tokens.device)

@@ -233,13 +233,15 @@ class Places:
             says_nothing = (real == bounds).all()
             limit[:-1] = torch.where(says_nothing, FAR, real.diff())
         whole = torch.nn.functional.pad(bounds, (0, 1), value=total)
+        # On a GPU the host does not know the longest sequence.
+        longest = int(whole.diff().max()) if whole.device.type == "cpu" else total
         return cls(
             begin=whole[:-1],
             end=end,
             limit=limit,
             flat=_flat_positions(whole, shape[0] * shape[1], cp_size, partition, is_packed=True),
             shape=shape,
-            longest=total,
+            longest=longest,
             padded_left=False,
         )
 
@@ -274,6 +276,11 @@ class Places:
         start = torch.where(has_tokens, first - self.begin, 0)
         limit = torch.where(has_tokens, last - self.begin, 0)
         return _replace(self, start=start, limit=torch.minimum(limit, self.limit))
+
+    def segments(self) -> Tensor:
+        """Return the segment of each flat position, [total] int64."""
+        lengths = self.end - self.begin
+        return torch.repeat_interleave(lengths, output_size=self.flat.numel())
 
     def in_order(self, of_ranks: Tensor) -> Tensor:
         """Return all ranks' values, [cp_size, n], in flat order, [total]."""
@@ -376,12 +383,11 @@ class Located:
     def rows(self, places: Places) -> tuple[Tensor, Tensor]:
         """Return the trace row of each flat position, -1: none, and whether it is padding; [total] each."""
         at = torch.arange(places.flat.numel(), device=self.row.device)
-        segment = torch.searchsorted(places.end, at, right=True).clamp_(max=places.end.numel() - 1)
-        # One gather of all columns; the positions of a segment are few or many.
-        columns = torch.stack([self.row, places.begin + self.start, self.count, self.live])[:, segment]
-        offset = at - columns[1]
-        rows = torch.where((offset >= 0) & (offset < columns[2]), columns[0] + offset, -1)
-        return rows, (offset < 0) | (offset >= columns[2] + columns[3])
+        segment, first = places.segments(), places.begin + self.start
+        offset = at - first[segment]
+        has_row = (offset >= 0) & (offset < self.count[segment])
+        rows = torch.where(has_row, (self.row - first)[segment] + at, -1)
+        return rows, (offset < 0) | (offset >= (self.count + self.live)[segment])
 
 
 def locate(index: PrefixIndex, tokens: Tensor, places: Places, *, padding_token_ids: Tensor | None = None) -> Located:
@@ -506,11 +512,8 @@ class _Search:
     def _key_sums(self, begin: Tensor) -> Tensor:
         """Return the cumulative sums of the mixed tokens, counted from each candidate's begin, [C, total + 1]."""
         at = torch.arange(self.total, device=begin.device)
-        segment = torch.searchsorted(self.end, at, right=True).clamp_(max=max(self.end.numel() - 1, 0))
-        if not self.end.numel() or not self.total:
-            return torch.zeros(begin.shape[0], self.total + 1, dtype=torch.int64, device=begin.device)
         # Terms before a begin have negative positions; differences of sums from the begin on never contain them.
-        return _sums(mix(self.tokens, at - begin[:, segment]))
+        return _sums(mix(self.tokens, at - begin[:, self.places.segments()]))
 
     def _count_known(self, sums: Tensor, base: Tensor, before: Tensor, length: Tensor) -> Tensor:
         """Return how many tokens from each begin on are the beginning of a sample: a prefix of a known one is known."""
@@ -567,6 +570,11 @@ class _Search:
         stop, tail = self.stop, begin + count
         rest = stop - tail
         known = count > 0
+        nothing = torch.full_like(count, -1)
+        if rest.device.type == "cpu" and not bool(((rest > 0) | (starts > 0)).any()):  # no padding, and no other tokens
+            is_read = known | (stop <= self.begin)
+            problem = torch.where(is_read, problem, int(Problem.NO_SAMPLE))
+            return {"live": known & False, "problem": problem, "strong": nothing, "weak": nothing, "single": nothing}
         in_bound = self.is_bounded & (rest > 0)
         all_padding, but_one = self.is_padding(tail, stop), self.is_padding(tail + 1, stop)
         alone = ~known & all_padding & ~in_bound & (starts == 0)
@@ -580,7 +588,6 @@ class _Search:
         why = torch.where(whole, int(Problem.MORE), int(Problem.LEFT))
         why = torch.where(known, why, int(Problem.NO_SAMPLE))
         problem = torch.where(explained, problem, why)
-        nothing = torch.full_like(count, -1)
         strong = weak = single = nothing
         if not self.declared:
             is_open = explained & ~self.is_bounded & (rest > 0)

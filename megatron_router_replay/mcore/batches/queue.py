@@ -51,7 +51,7 @@ class Microbatch:
         rows: [num_tokens] int64, trace rows as this rank's routers see them; None: a replay does not keep them.
         token_ids: [b, s] integers, what tokens its forward must get, below 0 where that is not known; None: nothing is.
         batch_rows: [b, s] int64, the rows of the trace that know these tokens; None: the caller alone named them.
-        asked: position of the layer that is asked for its live top-k, -1: all are; None: none is.
+        checked_layer: position of the layer that also takes its live top-k, -1: all do; None: none does.
         is_followed: its rows were found by its tokens; False: queued by hand.
         lengths: [S] int64, tokens of each sample that a recording numbers itself; None: rows were queued by hand.
         cu_seqlens: [num_seqs + 1] integers, where they start in the row, over all context-parallel ranks; None: not known.
@@ -68,7 +68,7 @@ class Microbatch:
     rows: Tensor | None = None
     token_ids: Tensor | None = None
     batch_rows: Tensor | None = None
-    asked: int | None = None
+    checked_layer: int | None = None
     cu_seqlens: Tensor | None = None
     is_followed: bool = False
     lengths: Tensor | None = None

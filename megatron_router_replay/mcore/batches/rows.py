@@ -23,7 +23,6 @@ class RankRoutes:
         padding: [b, s] bool, known to be padding; None: nothing is known.
         batch_shape: (b, s).
         token_ids: [b, s] int64; None: not known.
-        split: this sequence-parallel rank's part of s was given already.
     """
 
     topk_indices: Tensor
@@ -31,7 +30,6 @@ class RankRoutes:
     padding: Tensor | None
     batch_shape: tuple[int, int]
     token_ids: Tensor | None
-    split: bool = False
     rows: Tensor | None = None
 
 
@@ -43,12 +41,12 @@ def count_rows(num_rows: int, live_mask: Tensor | None, padding: Tensor | None) 
 
 
 def check_padding(has_row: Tensor, padding: Tensor | None, check: Check) -> None:
-    """Check that padding has no rows: no mask overrules a row of the trace, or one that is sealed for the token there."""
+    """Check that padding has no rows: no mask overrules a row of the trace."""
     if padding is not None:
         check(
             (padding & has_row).any(),
-            "MRR203: a position that padding= says is padding has a routing row, or routes that are sealed for its token: "
-            "mask and rows moved apart, or the mask is inverted (True is padding) or a loss mask.",
+            "MRR203: a position that padding= says is padding has a routing row: mask and rows moved apart, or the mask is "
+            "inverted (True is padding) or a loss mask.",
         )
 
 

@@ -38,7 +38,9 @@ def check_can_be_off(router: Any) -> None:
 
 
 def install(thread: Any) -> None:
-    """Wrap both methods where they are not wrapped; called where a session with `balance="off"` starts.
+    """Wrap both methods where they are not wrapped.
+
+    Sessions with `balance="off"` call it when they start.
 
     Args:
         thread: its `call` is the RoutingCall that runs in this thread; None: Megatron-Core's own code runs.

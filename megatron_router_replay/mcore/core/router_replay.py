@@ -89,10 +89,12 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
                 "RouterReplay.clear_global_router_replay_instances() before building, or use a session."
             )
         # All are checked before the first is set: a step with targets of two batches would train.
-        for instance, target in zip(instances, as_targets(all_layers_topk_indices)):
+        for instance, (target, queued) in zip(instances, as_targets(all_layers_topk_indices)):
             # The list may have one of Megatron-Core's own class, too.
-            keep = instance._keep_target if isinstance(instance, RouterReplay) else instance.set_target_indices
-            keep(target)
+            if isinstance(instance, RouterReplay):
+                instance._keep_target(target, queued)
+            else:
+                instance.set_target_indices(target)
 
     def set_target_indices(self, topk_indices: Tensor | Sequence[Any]) -> None:
         """Set the routes of the next micro-batch, and queue them for its recompute.
@@ -105,15 +107,19 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
             TraceError: not two-dimensional integers, an id is negative, or a row names an expert twice. On a GPU the
                 values are checked without waiting for them: a device-side assertion follows.
         """
-        self._keep_target(as_targets([topk_indices])[0])
+        self._keep_target(*as_targets([topk_indices])[0])
 
-    def _keep_target(self, target: Tensor) -> None:
+    def _keep_target(self, target: Tensor, queued: Tensor) -> None:
         self.target_topk_idx = target
-        # A copy: a driver may write the next micro-batch into target_topk_idx before this one is recomputed.
-        self.replay_backward_list.append(_with_version(target.clone()))
+        # Another copy: a driver may write the next micro-batch into target_topk_idx before this one is recomputed.
+        self.replay_backward_list.append(queued)
 
     def record_indices(self, topk_indices: Tensor) -> None:
-        """Keep a copy of the experts of a forward, [num_tokens, topk]; in Megatron-Core's static buffer, if one is set."""
+        """Keep a copy of the experts of a forward.
+
+        Args:
+            topk_indices: [num_tokens, topk]; written into Megatron-Core's static buffer, if one is set.
+        """
         if self.static_buffer is None:
             self.recorded_topk_idx = topk_indices.detach().clone()  # Megatron-Core's class keeps the tensor itself
         else:
@@ -225,7 +231,7 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
                     "MRR417: REPLAY_FORWARD without a target: call set_target_indices or RouterReplay.set_replay_data first."
                 )
         if not hasattr(target, _CHECKED) or getattr(target, _CHECKED) != target._version:
-            (target,) = as_targets([target])  # assigned by hand, or written to since
+            ((target, _),) = as_targets([target])  # assigned by hand, or written to since
         # On a GPU looking would wait for the device; there the gather asserts that each id is an expert's.
         if not target.is_cuda and target.numel() and not 0 <= int(target.min()) <= int(target.max()) < num_experts:
             raise TraceError(f"MRR103: a replay target names expert {int(target.max())} of {num_experts} experts.")
@@ -258,28 +264,33 @@ _CHECKED = "router_replay_checked"
 """On a target: its version when it was checked. A target that was written to since is checked again."""
 
 
-def as_targets(targets: Sequence[Any]) -> list[Tensor]:
-    """Return checked copies of replay targets, [num_tokens, topk] each; of the dtype given, unsigned ones widened.
+def as_targets(targets: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
+    """Return two checked copies of each replay target, [num_tokens, topk]; of the dtype given, unsigned ones widened.
 
     Raises:
         TraceError: not two-dimensional integers, an id is negative, or a row names an expert twice.
     """
     copies = [_copied(target) for target in targets]
-    alike: dict[Any, list[Tensor]] = {}
-    for target in copies:
-        alike.setdefault((target.shape, target.dtype, target.device), []).append(target)
-    for same in alike.values():
-        ordered = torch.stack(same).sort(dim=2).values  # one check of all layers, because each step is a launch
+    stacked: dict[Any, list[int]] = {}
+    for position, target in enumerate(copies):
+        stacked.setdefault((target.shape, target.dtype, target.device), []).append(position)
+    second_copies = list(copies)
+    for positions in stacked.values():
+        # One check of all layers, because each step is a launch; the stack is their second copy.
+        stack = torch.stack([copies[position] for position in positions])
+        ordered = stack.sort(dim=2).values
         wrong = (ordered[..., 1:] == ordered[..., :-1]).any(dim=2) | (ordered < 0).any(dim=2)
         if wrong.is_cuda:
             torch._assert_async(~wrong.any(), "a replay target holds a negative or a repeated expert id")
         elif bool(wrong.any()):
             layer, row = wrong.nonzero()[0].tolist()
             raise TraceError(
-                f"MRR103: row {row} of the replay target is {same[layer][row].tolist()}: ids must be distinct and not "
+                f"MRR103: row {row} of the replay target is {stack[layer][row].tolist()}: ids must be distinct and not "
                 "negative; rows without a route are for a session, which lets the live router decide them."
             )
-    return list(map(_with_version, copies))
+        for position, second in zip(positions, stack):
+            second_copies[position] = second
+    return [(_with_version(first), _with_version(second)) for first, second in zip(copies, second_copies)]
 
 
 def _with_version(target: Tensor) -> Tensor:
@@ -312,10 +323,11 @@ _replaced: list[ModuleType] = []
 
 
 def install() -> None:
-    """Let `moe_enable_routing_replay=True` build our RouterReplay, in models that are built from now on.
+    """Let `moe_enable_routing_replay=True` build our RouterReplay from now on.
 
-    Every loaded `megatron` module that holds Megatron-Core's class gets ours, inference modules too. A second call changes
-    nothing. Sessions do not need it: they work on any model, with the config flag on or off.
+    Call it before the model is built. Every loaded `megatron` module that holds Megatron-Core's class gets ours, inference
+    modules too. A second call changes nothing. Sessions do not need it: they work on any model, with the config flag on or
+    off.
 
     Raises:
         UnsupportedRouterError: this Megatron-Core has no router replay.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -164,36 +163,3 @@ def _decoder_layers(model: nn.Module, walked: Walk) -> set[int]:
     layers: list[Any] = [*getattr(getattr(model, "decoder", None), "layers", ())]
     layers += [each.module for each in walked if isinstance(each.module, TransformerLayer) and each.mtp_layer is None]
     return {layer.layer_number for layer in layers if hasattr(layer, "layer_number")}
-
-
-def route_columns(model: nn.Module, config: Any, count: int, layer_numbers: Sequence[int] | None) -> dict[int, int]:
-    """Return Megatron's number of each MoE layer -> its column of fed routes; the whole model's on every stage.
-
-    Args:
-        model: the innermost model of a chunk.
-        config: of one of its routers.
-        count: columns of the routes.
-        layer_numbers: of the columns, 0 for one that is left out; None: all layers of the model or its MoE layers.
-
-    Raises:
-        LayoutError: the number of columns fits neither all layers nor the MoE layers.
-    """
-    if layer_numbers is not None:
-        named = [number for number in layer_numbers if number]
-        if len(layer_numbers) != count or len(set(named)) != len(named) or min(named, default=1) < 1:
-            raise LayoutError(
-                f"MRR411: routes have {count} layers, layer_numbers={list(layer_numbers)} does not name each once, by a "
-                "number from 1, or 0 for one that is left out."
-            )
-        return {int(number): column for column, number in enumerate(layer_numbers) if number}
-    source: Any = model if getattr(model, "config", None) is not None else SimpleNamespace(config=config)
-    total, routing = num_decoder_layers(source), _moe_layers(source)
-    if count == len(routing):
-        return {number: column for column, number in enumerate(routing)}
-    if count != total:
-        raise LayoutError(
-            f"MRR411: routes have {count} layers; the model has {total}, of which {len(routing)} route: say layer_numbers=, "
-            "Megatron's number of each. Feed all layers on every pipeline stage, the chunk selects its own. stamped=True "
-            "takes off the layers that mrr.stamp adds: were they stamped?"
-        )
-    return {number: number - 1 for number in routing}

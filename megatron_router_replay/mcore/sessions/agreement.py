@@ -1,27 +1,26 @@
-"""Ask the router: would it choose nearly the experts that it is told?
+"""Compare the replayed experts with the live router's own, and so find routes of other tokens, layers or weights.
 
-In each micro-batch one layer of a chunk also takes its live top-k; in the first that a process runs on it, all layers do.
-Both choices stay on the device and are counted when the session ends. Agreement is their overlap beyond chance: 1 is the same
-experts, 0 what a random token of the micro-batch would share. It is judged by unit:
+In each micro-batch one layer of a chunk also takes its live top-k; in the first one that a process runs on the chunk, all
+layers do. The overlap of both choices is counted on the device at once, beyond chance: an agreement of 1 means the same
+experts, and 0 as many shared ones as a random token of the micro-batch has. At the end of a session, the ranks add up:
 
-    layer    one layer over the session's rows; with too few of them, together with the sessions before it
-    part     32 to 191 neighbouring rows of one sample in one layer on this rank
-    sample   all rows of one sample in the layers that were asked
+    layer     one layer, over all rows of the session
+    window    128 neighbouring positions of a sequence in one layer, on one rank
+    sample    a sequence in one layer, over the ranks that share it, if no rank has a window of it with enough evidence
 
-A layer that is low raises by itself. Samples and parts that are low raise together, by the evidence of all of them.
-Evidence counts different routes: a run of one token at a near-tie flips as one, and so does a loop of few tokens.
+A low layer raises. Low windows and samples raise by the evidence of all of them. Evidence counts different routes, because a
+token at a near-tie flips each time that it comes again: one pair of routes (live, replayed) is 8 decisions at most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from megatron_router_replay.mcore.batches.chunk import Chunk
@@ -29,49 +28,23 @@ from megatron_router_replay.mcore.batches.queue import Microbatch
 from megatron_router_replay.mcore.core.streams import current_stream, follow, to_device
 
 ALL = -1
-"""In place of a layer's position: all layers are asked."""
+"""In place of a layer's position: all layers take their live top-k."""
 
-PART, LEAST_ROWS = 96, 32
-EVIDENCE, LAYER_EVIDENCE, SAMPLE_EVIDENCE = 48.0, 64.0, 192.0
-"""Decisions beyond chance that a part, a layer, and all that is low of a thousand samples must have to be judged."""
-PAIR_EVIDENCE = 8.0
-"""What one pair of routes, live and replayed, can be of them at most, however often it comes."""
-PAIR_SHARE = 1 / 8
-"""What one pair that hardly agrees can be of a unit's rows at most."""
-WARN = 0.5
-FOLD_ROWS, LEAST_TENSOR = 1 << 20, 128
-"""Rows that wait on the device; beyond it they are counted, and the host waits once. A small tensor takes as much as 128."""
+WINDOW, LEAST_ROWS = 128, 32
+WINDOW_EVIDENCE, LAYER_EVIDENCE, SESSION_EVIDENCE = 48.0, 64.0, 192.0
+"""Decisions beyond chance below which a window and a layer do not count, and below which low windows do not raise: the last
+for each thousand samples."""
+PAIR_EVIDENCE, PAIR_MISSES = 8.0, 16.0
+"""The most that one pair of routes adds to the evidence of a sequence, and to the missed experts of a window."""
+WARN, PAIRS, MOST_PARTS = 0.5, 256, 1024
+"""Agreement below which a session warns; buckets of pairs of routes; parts of samples that a rank publishes."""
 
-PAIRS = 256
-"""Numbers that tell pairs of routes apart; different pairs may share one, and then count as one."""
-
-Array = NDArray[np.float64]
-Sums = Array
-"""[..., PAIRS, 3]: rows, experts that both name, and experts that chance would have them name, by pair of routes."""
+_num_microbatches: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""By the innermost module of a chunk: the compared layer rotates with it. No count of routes outlives its session."""
 
 
-@dataclass(slots=True)
-class _Kept:
-    """What a chunk keeps from session to session: a count, and layers with too little evidence to judge them so far."""
-
-    microbatches: int = 0
-    layers: dict[int, Sums] = field(default_factory=dict)
-
-
-_kept: WeakKeyDictionary[nn.Module, _Kept] = WeakKeyDictionary()
-"""By the innermost module of a chunk."""
-
-
-# ---- from rows to units
 class Unit(NamedTuple):
-    """What is known of a unit; those of several ranks add up, number by number.
-
-    Args:
-        rows: those that count.
-        shared: experts that the live router and the replayed routes both name, less those by chance.
-        most: what that would be if they named the same.
-        evidence: decisions beyond chance, of different routes.
-    """
+    """Sums of a layer or a sample: rows, shared experts beyond chance, the most that these could be, evidence."""
 
     rows: float = 0.0
     shared: float = 0.0
@@ -80,128 +53,109 @@ class Unit(NamedTuple):
 
     @property
     def agreement(self) -> float:
-        """1: the live router names the same experts; 0: no more of them than by chance."""
-        return float(agreement_of(np.array(self)))
+        return max(-1.0, self.shared / max(self.most, 1e-9))
+
+    @property
+    def counts(self) -> bool:
+        """Whether a window or a sample of these sums has enough rows and evidence."""
+        return self.rows >= LEAST_ROWS and self.evidence >= WINDOW_EVIDENCE
+
+    def plus(self, other: Sequence[float]) -> Unit:
+        return Unit(*map(sum, zip(self, other)))
 
 
-def agreement_of(units: Array) -> Array:
-    """Return the agreement of [..., 4], the numbers of units."""
-    agreement: Array = units[..., 1] / np.maximum(units[..., 2], 1e-9)
-    return agreement
-
-
-def total(units: Iterable[Unit]) -> Unit:
-    """Return several units as one."""
-    return Unit(*np.sum([Unit(), *units], axis=0).tolist())
-
-
-def measure(sums: Sums, topk: int) -> Array:
-    """Return the numbers of units, [..., 4] in the order of `Unit`, that [..., PAIRS, 3] sums come to."""
-    rows, overlap, chance = np.moveaxis(sums, -1, 0)
-    shared, beyond = overlap - chance, rows * topk - chance
-    # A pair that hardly agrees is one near-tie if it comes again and again, and many if they are different ones.
-    most = PAIR_SHARE * rows.sum(-1, keepdims=True) / np.maximum(rows, 1)
-    weight = np.where(shared < beyond / 2, np.minimum(1, most), 1.0)
-    units: Array = np.stack([rows, weight * shared, weight * beyond, np.minimum(beyond, PAIR_EVIDENCE)])
-    return np.moveaxis(units.sum(-1), 0, -1)
-
-
-def count_rows(ids: Tensor, counts: Tensor | None, table: Tensor) -> Tensor:
-    """Return what rows agree in, [4, n] float32, without a wait.
+class Windows(NamedTuple):
+    """Windows of a micro-batch's rows.
 
     Args:
-        ids: [n, 2 * topk], the live experts and the replayed ones.
-        counts: [n] bool, True: the row counts; None: all do.
-        table: [2 * num_experts] int64, random.
+        keys: [n] int64, PAIRS times the window of each row.
+        sequence: [num_windows] int64, the sequence of each window.
+        num_sequences: more than the highest of them.
+        weight, share: [n] and [1] float32, of rows that all count: 1, and 1 / n.
+    """
+
+    keys: Tensor
+    sequence: Tensor
+    num_sequences: int
+    weight: Tensor
+    share: Tensor
+
+
+def number_windows(shape: tuple[int, int], share: tuple[int, int], cu_seqlens: Tensor | None, device: Any) -> Windows:
+    """Return the windows of the rows that a router gets, without device synchronization.
+
+    Args:
+        shape: (positions, sequences) of the rows, which are s-major.
+        share: (number of this rank's part, number of parts) of the positions, split by sequence parallelism.
+        cu_seqlens: [num_seqs + 1] integers, where packed sequences start, over all context-parallel ranks; None: not packed.
+    """
+    length, num_sequences = shape
+    n = length * num_sequences
+    if cu_seqlens is None:  # on the host, because each operation on a device is a launch
+        rows, windows = torch.arange(n), torch.arange(-(-length // WINDOW) * num_sequences)
+        window, sequence = (
+            rows // num_sequences // WINDOW * num_sequences + rows % num_sequences,
+            windows % num_sequences,
+        )
+    else:
+        rows = torch.arange(n, device=device)
+        ends = to_device(cu_seqlens, device)[1:].long()
+        # Each context-parallel rank has the same share of each sequence.
+        cp_size = (ends[-1] / max(1, share[1] * n)).round().long().clamp(min=1)
+        ends = ends // cp_size - share[0] * n
+        starts = nn.functional.pad(ends.clamp(min=0), (1, 0))  # the last one is of rows after all sequences
+        num_sequences = len(starts)
+        # Windows are numbered in the order of rows. A sequence has at most one more of them than it fills: hence the sum.
+        first = starts // WINDOW + torch.arange(num_sequences, device=device)
+        of_row = torch.bucketize(rows, ends, right=True)
+        window = first[of_row] + (rows - starts[of_row]) // WINDOW
+        sequence = torch.bucketize(torch.arange(n // WINDOW + num_sequences, device=device), first, right=True) - 1
+    keys, sequence = to_device(window * PAIRS, device), to_device(sequence, device)
+    ones, part = torch.ones(n, device=device), torch.full((1,), 1 / max(1, n), device=device)
+    return Windows(keys, sequence, num_sequences, ones, part)
+
+
+def count_rows(live: Tensor, replayed: Tensor, weight: Tensor, share: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the counts of each row, and the bucket of its pair of routes, without device synchronization.
+
+    Args:
+        live, replayed: [n, topk] int64.
+        weight: [n] float32, 1: the row counts; 0: it does not.
+        share: [n * topk] float32, the part of each live expert's row in the rows that count.
+        codes: [2, num_experts] int64, random.
 
     Returns:
-        Experts that both name; what a random row that counts would share with the replayed ones; the number of the pair of
-        routes; whether the row counts.
+        [n, 4] float32: weight, shared experts beyond chance, missed experts, and the sum of these two; and [n] int64.
     """
-    num_experts, both = table.numel() // 2, ids.long()
-    live, used = both.tensor_split(2, dim=1)
-    weight = torch.ones(len(ids), device=ids.device) if counts is None else counts.float()
-    load = torch.zeros(num_experts, device=ids.device)
-    load.scatter_add_(0, live.reshape(-1), weight.unsqueeze(1).expand_as(live).reshape(-1))
-    overlap = (live.unsqueeze(2) == used.unsqueeze(1)).sum((1, 2))
-    chance = load[used].sum(1) / weight.sum().clamp(min=1)
-    pairs = (table[live] + table[num_experts:][used]).sum(1) % PAIRS
-    return torch.stack([overlap.float(), chance, pairs.float(), weight])
-
-
-def sum_parts(rows: NDArray[np.float32], num_samples: int) -> tuple[Sums, NDArray[np.int64]]:
-    """Return the sums of each part, and the first part of each sample.
-
-    Args:
-        rows: [5, n], those of `count_rows`, and the sample of each. One of 192 rows and more has parts of 96 and more.
-        num_samples: in the micro-batch; one without a row has an empty part.
-    """
-    rows = rows[:, rows[3] != 0]
-    rows = rows[:, rows[4].argsort(kind="stable")]
-    samples = rows[4].astype(np.int64)
-    totals = np.bincount(samples, minlength=num_samples)
-    parts = np.maximum(1, totals // PART)
-    place = np.arange(len(samples)) - (totals.cumsum() - totals)[samples]
-    first = parts.cumsum() - parts
-    part = first[samples] + place * parts[samples] // totals[samples]
-    keys, shape = part * PAIRS + rows[2].astype(np.int64), (int(parts.sum()), PAIRS)
-    sums = [np.bincount(keys, column, shape[0] * PAIRS).reshape(shape) for column in (rows[3], rows[0], rows[1])]
-    return np.stack(sums, axis=-1), first
-
-
-# ---- a session
-SOURCES = ("the trace's routes", "the routes that were fed")
-"""What the live router is compared with."""
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class _Asked:
-    """One layer of one micro-batch, in the order of its router (s-major)."""
-
-    layer: int
-    sequences: int
-    cu_seqlens: Tensor | None  # of a packed row
-    first: int  # position in it that this rank begins with
-    length: int  # of it, over the ranks that share it
-    ids: Tensor
-    counts: Tensor | None
-    stream: Any  # under which they were made
-
-    def counted(self, table: Tensor) -> Tensor:
-        """Return [5, n]: see `count_rows`, and the number of each row's sample in the micro-batch."""
-        kept = (self.ids, self.counts, self.cu_seqlens)
-        follow(self.stream, *(tensor for tensor in kept if tensor is not None))
-        samples = torch.arange(len(self.ids), device=self.ids.device)
-        if self.cu_seqlens is None:
-            samples = samples % self.sequences
-        else:
-            ends = to_device(self.cu_seqlens, samples.device)[1:]
-            # Each context-parallel rank has the same share of each sample.
-            ends = ends // (ends[-1] / self.length).round().clamp(min=1)
-            samples = torch.bucketize(samples + self.first, ends.long(), right=True)
-        return torch.cat([count_rows(self.ids, self.counts, table), samples.float().unsqueeze(0)])
+    topk = live.shape[1]
+    load = torch.zeros(codes.shape[1], device=live.device).scatter_add_(0, live.reshape(-1), share)
+    chance = load[replayed].sum(1)
+    overlap = (live.unsqueeze(2) == replayed.unsqueeze(1)).sum((1, 2))
+    pairs = (codes[0][live] + codes[1][replayed]).sum(1) % PAIRS
+    return torch.stack([weight, overlap - chance, topk - overlap, topk - chance], 1), pairs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LiveAgreement:
-    """How the live router agrees with the replayed routes: 1 the same experts, 0 no more of them than by chance.
+    """Agreement of the live router with the replayed routes.
 
     Args:
         layers: layer number -> its sums over this session.
         num_layers: layers that replay.
-        least_sample: of the sample, or 96 rows of one in one layer, that agrees least; None: none has enough evidence.
-        source: what the routes are said to be from, of SOURCES.
+        least_sample: agreement of the window that agrees least; None: none has enough rows and evidence.
+        samples, samples_not_judged: sequences of micro-batches, and those without such a window on this rank.
     """
 
     layers: Mapping[int, Unit]
     num_layers: int
     least_sample: float | None
-    source: str
+    samples: int = 0
+    samples_not_judged: int = 0
 
     @property
     def all_layers(self) -> float | None:
-        """Over all layers that were asked; None: no row was."""
-        unit = total(self.layers.values())
+        """Agreement over all layers that were compared; None: no row was."""
+        unit = Unit(*map(sum, zip(Unit(), *self.layers.values())))
         return unit.agreement if unit.rows else None
 
     @property
@@ -215,206 +169,252 @@ class LiveAgreement:
             "agreement": self.all_layers,
             "agreement_least_layer": min(self.judged.values(), default=None),
             "agreement_least_sample": self.least_sample,
+            "agreement_samples_not_judged": self.samples_not_judged if self.samples else None,
         }
 
     def __str__(self) -> str:
         if self.all_layers is None:
-            return "the live router was asked about no row"
-        judged = self.judged
-        least = [f"least layer {min(judged.values()):.0%}"] if judged else []
-        least += [] if self.least_sample is None else [f"least sample {self.least_sample:.0%}"]
-        counted = f"{len(judged)} of {self.num_layers} layers judged"
-        return f"the live router agrees with {self.all_layers:.1%} of {self.source} ({', '.join(least)}; {counted})"
+            return "the live router was compared in no row"
+        least = {"layer": min(self.judged.values(), default=None), "sample": self.least_sample}
+        found = [f"least {name} {value:.0%}" for name, value in least.items() if value is not None]
+        found.append(f"{len(self.judged)} of {self.num_layers} layers judged")
+        found.append(f"{self.samples - self.samples_not_judged} of {self.samples} samples")
+        return f"the live router agrees with {self.all_layers:.1%} of the trace's routes ({', '.join(found)})"
+
+
+class _Call(NamedTuple):
+    """Counts of a layer in a micro-batch, on the device."""
+
+    microbatch: tuple[int, int]  # chunk and number
+    layer: int
+    sequence: Tensor
+    units: Tensor  # [num_windows, 4]
+    whole: Tensor  # [num_sequences], evidence
+    stream: Any
 
 
 class Agreement:
-    """What one session asks its routers, and what comes of it.
+    """Counts of a session, in which layers take their live top-k.
 
     Args:
         topk, num_experts: of the model.
         num_layers: layers that replay on this rank.
-        least: below it a unit is wrong; 0: nothing is.
-        every_layer: ask all layers in every micro-batch.
+        least: below it a unit is low; 0: none is.
+        every_layer: compare all layers in every micro-batch.
         rank: this process, for messages.
-        source: what the routes are from.
     """
 
     def __init__(
-        self, *, topk: int, num_experts: int, num_layers: int, least: float, every_layer: bool, rank: int, source: str
+        self, *, topk: int, num_experts: int, num_layers: int, least: float, every_layer: bool, rank: int
     ) -> None:
         self.topk, self.num_experts, self.num_layers = topk, num_experts, num_layers
-        self.least, self.every_layer, self.rank, self.source = least, every_layer, rank, source
-        self._asked: dict[tuple[int, int], list[_Asked]] = {}  # by chunk and micro-batch
-        self._rows = 0  # that wait on the device
-        self._kept: dict[int, dict[int, Sums]] = {}  # layer -> those that its chunk keeps
-        self._layers: dict[int, Sums] = {}
-        self._low = np.zeros(3)  # samples with anything below `least`; of how many; the evidence of all that is low
-        self._least = np.inf, ""  # agreement of the least sample or part of one, and its name
+        self.least, self.every_layer, self.rank = least, every_layer, rank
+        self._replica, self._sharing, self._owner = 0, 1, rank  # see `Chunk.row_sharing`
+        self._constants: tuple[Tensor, ...] = ()  # codes of experts, and the bounds of a pair's counts in a window
+        self._windows: dict[int, tuple[Any, Windows]] = {}  # chunk -> of which micro-batch, and its windows
+        self._stream: Any = None  # which used these last
+        self._calls: list[_Call] = []
+        self._read_last: Any = None  # what `_read` returned, until the next call
 
     def next_layer(self, chunk: Chunk) -> int:
-        """Return the position of the layer that a chunk's next micro-batch asks, or ALL."""
-        kept = _kept.setdefault(chunk.module, _Kept())
-        kept.microbatches += 1
-        if self.every_layer or kept.microbatches == 1:
-            return ALL
-        return (kept.microbatches - 2) % len(chunk.replayed_routers)
+        """Return the position of the layer that a chunk's next micro-batch compares, or ALL."""
+        number = _num_microbatches[chunk.module] = _num_microbatches.get(chunk.module, -1) + 1
+        return ALL if self.every_layer or not number else (number - 1) % len(chunk.replayed_routers)
 
     def add(
         self, microbatch: Microbatch, chunk: Chunk, layer: int, live: Tensor, replayed: Tensor, counts: Tensor | None
     ) -> None:
-        """Keep what one layer would choose and what it is told. No wait, but for each million rows.
+        """Count a layer of a micro-batch, without device synchronization.
 
         Args:
             live: [n, topk] int64.
-            replayed: [n, topk] in the dtype of the trace.
+            replayed: [n, topk] int64.
             counts: [n] bool, True: the row is replayed; None: all are.
         """
-        key = chunk.index, microbatch.number
-        if self._rows > FOLD_ROWS and key not in self._asked:
-            self.fold()
-        self._kept[layer] = _kept[chunk.module].layers
-        self._rows += max(LEAST_TENSOR, len(live))
-        share, shares = chunk.sequence_share
-        lengths = microbatch.cu_seqlens
-        self._asked.setdefault(key, []).append(
-            _Asked(
-                layer=layer,
-                sequences=microbatch.shape[1],
-                # Our own: a trainer may write the next micro-batch's into its again.
-                cu_seqlens=None if lengths is None else lengths.clone(),
-                first=share * len(live),
-                length=shares * len(live),
-                ids=torch.cat([live.to(replayed.dtype), replayed], dim=1),
-                counts=counts,
-                stream=current_stream(live.device),
-            )
+        self._begin(chunk, live.device)
+        windows, (codes, low, high) = self._windows_of(microbatch, chunk, live.device), self._constants
+        if counts is None:
+            rows, pairs = count_rows(live, replayed, windows.weight, windows.share.expand(live.numel()), codes)
+        else:
+            share = (counts / counts.sum()).unsqueeze(1).expand_as(live).reshape(-1)  # NaN if none counts: see `_read`
+            rows, pairs = count_rows(live, replayed, windows.weight, share, codes)
+            rows = rows * counts.unsqueeze(1)
+        sums = (
+            rows.new_zeros(len(windows.sequence) * PAIRS, 4)
+            .index_add_(0, windows.keys + pairs, rows)
+            .view(-1, PAIRS, 4)
         )
+        units = sums.clamp(low, high).sum(1)
+        # A loop of tokens is low in every window: of a whole sequence, on all ranks that share it, a pair counts once.
+        whole = rows.new_zeros(windows.num_sequences, PAIRS).index_add_(0, windows.sequence, sums[:, :, 3])
+        whole = whole.clamp(max=max(self.topk, PAIR_EVIDENCE / self._sharing)).sum(1)
+        key = chunk.index, microbatch.number
+        self._calls.append(_Call(key, layer, windows.sequence, units, whole, self._stream))
+        self._read_last = None
 
-    def fold(self) -> None:
-        """Add up what waits on the device; one wait."""
-        asked, self._asked, self._rows = self._asked, {}, 0
-        calls = [each for calls in asked.values() for each in calls]
-        if not calls:
-            return
-        numbers = torch.randint(PAIRS, (2 * self.num_experts,), generator=torch.Generator().manual_seed(0))
-        table = to_device(numbers, calls[0].ids.device)
-        rows: NDArray[np.float32] = torch.cat([each.counted(table) for each in calls], dim=1).cpu().numpy()
-        pieces = iter(np.split(rows, np.cumsum([len(each.ids) for each in calls])[:-1], axis=1))
-        for (chunk, number), of_one in asked.items():
-            layers = [(each.layer, next(pieces)) for each in of_one]
-            self._count(f"rank {self.rank}, chunk {chunk}, micro-batch {number}", layers)
+    def _begin(self, chunk: Chunk, device: torch.device) -> None:
+        """Let the current stream use the tensors of the last call; make them for the first call."""
+        if not self._constants:
+            self._replica, self._sharing, self._owner = chunk.row_sharing
+            codes = torch.randint(1 << 16, (2, self.num_experts), generator=torch.Generator().manual_seed(0))
+            low = torch.tensor([0, -PAIR_MISSES, 0, 0])
+            high = torch.tensor([torch.inf, torch.inf, PAIR_MISSES, PAIR_EVIDENCE])
+            self._constants = tuple(to_device(values, device) for values in (codes, low, high))
+        for tensors in (self._constants, *(windows for _, windows in self._windows.values())):
+            follow(self._stream, *(each for each in tensors if isinstance(each, Tensor)))
+        self._stream = current_stream(device)
 
-    def _count(self, name: str, layers: list[tuple[int, NDArray[np.float32]]]) -> None:
-        """Add up and judge what one micro-batch was asked: layers, and [5, n] rows of each."""
-        num_samples = 1 + max((int(rows[4].max()) for _, rows in layers if rows.size), default=0)
-        whole, low = np.zeros((2, num_samples, PAIRS, 3))
-        least = np.full(num_samples, np.inf)
-        for layer, rows in layers:
-            sums, first = sum_parts(rows, num_samples)
-            self._layers[layer] = self._layers.get(layer, 0.0) + sums.sum(0)
-            whole += np.add.reduceat(sums, first)
-            agreement = self._judged(sums)
-            least = np.minimum(least, np.minimum.reduceat(agreement, first))
-            low += np.add.reduceat(np.where((agreement < self.least)[:, None, None], sums, 0), first)
-        agreement = self._judged(whole)
-        least = np.minimum(least, agreement)
-        low = np.where((agreement < self.least)[:, None, None], whole, low)
-        self._low += (least < self.least).sum(), np.isfinite(least).sum(), measure(low, self.topk)[:, 3].sum()
-        self._least = min(self._least, (float(least.min()), f"{name}, sequence {least.argmin()}"))
-
-    def _judged(self, sums: Sums) -> Array:
-        """Return the agreement of parts or samples, infinite where there is too little evidence to judge it."""
-        units = measure(sums, self.topk)
-        return np.where((units[:, 0] >= LEAST_ROWS) & (units[:, 3] >= EVIDENCE), agreement_of(units), np.inf)
+    def _windows_of(self, microbatch: Microbatch, chunk: Chunk, device: torch.device) -> Windows:
+        """Return the windows of a micro-batch. Those of a chunk's last one are kept, for its other layers or the next."""
+        lengths = microbatch.cu_seqlens
+        key = microbatch.shape, None if lengths is None else microbatch.number
+        kept, windows = self._windows.get(chunk.index, (None, None))
+        if windows is None or kept != key:
+            windows = number_windows(microbatch.shape, chunk.sequence_share, lengths, device)
+            self._windows[chunk.index] = key, windows
+        return windows
 
     # ---- the end
+    def _read(self) -> tuple[dict[str, Any], dict[tuple[int, ...], bool]]:
+        """Return this rank's numbers, and whether each sample has a window that counts; waits for the device once."""
+        if self._read_last is None:
+            numbers: dict[str, Any] = {"replica": self._replica, "layers": {}, "low": [0, 0, 0]}
+            numbers |= {"least": (np.inf, ""), "parts": []}
+            samples: dict[tuple[int, ...], bool] = {}
+            for call in self._calls:
+                follow(call.stream, call.units, call.whole, call.sequence)
+            tensors = [each.flatten() for call in self._calls for each in (call.units, call.whole, call.sequence)]
+            counts = np.nan_to_num(torch.cat(tensors).cpu().double().numpy()) if tensors else np.empty(0)
+            pieces = iter(np.split(counts, np.cumsum([len(each) for each in tensors])[:-1]))
+            for call in self._calls:
+                units, whole, sequence = next(pieces), next(pieces), next(pieces)
+                self._count(numbers, samples, call, units.reshape(-1, 4), whole, sequence.astype(np.int64))
+            self._read_last = numbers, samples
+        result: tuple[dict[str, Any], dict[tuple[int, ...], bool]] = self._read_last
+        return result
+
+    def _count(self, numbers: Any, samples: Any, call: _Call, units: Any, whole: Any, sequence: Any) -> None:
+        """Add up the windows of a call."""
+        rows, shared, missed, evidence = units.T
+        judged = (rows >= LEAST_ROWS) & (evidence >= WINDOW_EVIDENCE)
+        agreement = np.where(judged, np.maximum(shared / np.maximum(shared + missed, 1e-9), -1), np.inf)
+        low = agreement < self.least
+        sums = [
+            np.bincount(sequence, values, len(whole))
+            for values in (rows, shared, shared + missed, judged, low * evidence)
+        ]
+        low_evidence = np.minimum(sums[4], whole)
+        found = (sums[3] > 0).sum(), (low_evidence > 0).sum(), low_evidence.sum()
+        numbers["low"] = [one + float(other) for one, other in zip(numbers["low"], found)]
+        unit = Unit(*(float(values.sum()) for values in (*sums[:3], whole)))
+        numbers["layers"][call.layer] = numbers["layers"].get(call.layer, Unit()).plus(unit)
+        name = "chunk {}, micro-batch {}, layer {}".format(*call.microbatch, call.layer)
+        if len(agreement):
+            least = f"rank {self.rank}, {name}, sequence {sequence[agreement.argmin()]}"
+            numbers["least"] = min(numbers["least"], (float(agreement.min()), least))
+        for number in np.flatnonzero(sums[0]).tolist():
+            key, is_judged = (*call.microbatch, number), bool(sums[3][number])
+            samples[key] = samples.get(key, False) or is_judged
+            if self._sharing > 1 and not is_judged and len(numbers["parts"]) < MOST_PARTS:
+                where = f"rank {self._owner} and those that share its sequences, {name}, sequence {number}"
+                of_sample = [round(float(values[number]), 3) for values in (*sums[:3], whole)]
+                numbers["parts"].append((where, of_sample))
+
     def report(self) -> LiveAgreement:
-        """Return what was counted so far; waits for the device."""
-        self.fold()
+        """Return the counts so far; waits for the device."""
+        numbers, samples = self._read()
         return LiveAgreement(
-            layers={layer: Unit(*measure(sums, self.topk).tolist()) for layer, sums in self._layers.items()},
+            layers=numbers["layers"],
             num_layers=self.num_layers,
-            least_sample=None if self._least[0] == np.inf else self._least[0],
-            source=self.source,
+            least_sample=None if numbers["least"][0] == np.inf else numbers["least"][0],
+            samples=len(samples),
+            samples_not_judged=sum(not judged for judged in samples.values()),
         )
 
     def numbers(self) -> dict[str, Any]:
-        """Return what this rank tells the others: layers with enough evidence, and what is low. Ask once, at the end."""
-        self.fold()
-        return {
-            "layers": dict(self._settled()),
-            "low": self._low.tolist(),
-            "least": list(self._least),
-        }
+        """Return the counts that this rank publishes at the end of the session."""
+        return self._read()[0]
 
-    def _settled(self) -> Iterator[tuple[int, Unit]]:
-        """Yield the layers with enough evidence, of this session or with those before it; the others wait for the next."""
-        for layer, sums in self._layers.items():
-            kept = self._kept[layer]
-            for tried in (sums, sums + kept.pop(layer, 0.0)):
-                unit = Unit(*measure(tried, self.topk).tolist())
-                if unit.evidence >= LAYER_EVIDENCE:
-                    yield layer, unit
-                    break
-            else:
-                kept[layer] = tried
+
+# ---- the ranks of a session together
+class _Group(NamedTuple):
+    """Sums of all ranks.
+
+    Args:
+        layers: layer number -> agreement, where there is enough evidence.
+        judged, low, evidence: samples in a layer with a window that counts, with a low one, and the evidence of these.
+        least: agreement and name of the window or sample that agrees least.
+    """
+
+    layers: dict[int, float]
+    judged: float
+    low: float
+    evidence: float
+    least: tuple[float, str]
+
+
+def _groups(everyone: Sequence[Mapping[str, Any]], least: float) -> Iterator[_Group]:
+    """Yield the sums of each set of ranks that have every row once: of tensor-parallel ranks with the same rows one."""
+    for replica in sorted({numbers["replica"] for numbers in everyone}):
+        ranks = [numbers for numbers in everyone if numbers["replica"] == replica]
+        layers = _add_up((int(layer), unit) for numbers in ranks for layer, unit in numbers["layers"].items())
+        # A part that is too small on each rank may have enough evidence with those of the other ranks.
+        parts = _add_up(part for numbers in ranks for part in numbers["parts"]).items()
+        samples = [(unit.agreement, name, unit.evidence) for name, unit in parts if unit.counts]
+        low = [evidence for agreement, _, evidence in samples if agreement < least]
+        judged, num_low, evidence = map(
+            sum, zip((len(samples), len(low), sum(low)), *(numbers["low"] for numbers in ranks))
+        )
+        yield _Group(
+            {layer: unit.agreement for layer, unit in sorted(layers.items()) if unit.evidence >= LAYER_EVIDENCE},
+            judged,
+            num_low,
+            evidence,
+            min([*(tuple(numbers["least"]) for numbers in ranks), *(sample[:2] for sample in samples)]),
+        )
+
+
+def _add_up(units: Any) -> dict[Any, Unit]:
+    """Return the sums of (key, unit) by key."""
+    sums: dict[Any, Unit] = {}
+    for key, unit in units:
+        sums[key] = sums.get(key, Unit()).plus(unit)
+    return sums
 
 
 def problems(everyone: Sequence[Mapping[str, Any]], least: float) -> list[str]:
-    """Return what is wrong with the routes of a group of ranks, from the `Agreement.numbers` of each; the same on all."""
-    if not everyone or not least:
-        return []
-    layers = _layers(everyone)
-    low = {number: value for number, value in layers.items() if value < least}
-    num_low, num_samples, evidence = np.sum([numbers["low"] for numbers in everyone], axis=0)
-    if low and len(low) == len(layers):
-        found = (
-            f"every layer that was judged ({_list(low)}): they are of other or much older weights, or of other tokens. "
-            "Are the trainer's weights those of the engine (weight_versions=, trace.without_routes)?"
-        )
-    elif low:
-        found = f"{len(low)} of {len(layers)} layers: {_list(low)}; layers changed places, or lost their routes."
-    elif evidence >= SAMPLE_EVIDENCE * max(1, num_samples / 1000):
-        found = (
-            f"{num_low:.0f} of {num_samples:.0f} samples, or in parts of them, least of all in {_least(everyone)[1]}: routes "
-            "of another sample, or of other places in it."
-        )
-    else:
-        return []
-    return [
-        f"the live router agrees with the replayed routes by less than min_agreement={least} in {found} If they are meant to "
-        "differ (routes of another model), min_agreement=0 says it."
-    ]
+    """Return why the routes of a group of ranks are wrong, from the `Agreement.numbers` of each; the same on all."""
+    for group in _groups(everyone, least) if least else ():
+        found, num_low = "", sum(value < least for value in group.layers.values())
+        if num_low:
+            found = (
+                f"{num_low} of {len(group.layers)} layers ({_list(group.layers)}). Either the routes are of other weights: "
+                "compare their version with the trainer's. Or they are of other rows or layers: have the engine return token "
+                "ids, and compare the trace's layer_numbers with the model's."
+            )
+        elif group.evidence >= SESSION_EVIDENCE * max(1, group.judged / 1000):
+            found = (
+                f"{group.low:.0f} of {group.judged:.0f} samples in a layer, least in {group.least[1]} "
+                f"({group.least[0]:.0%}): routes of other tokens."
+            )
+        if found:
+            return [f"the live router agrees with the replayed routes by less than min_agreement={least} in {found}"]
+    return []
 
 
 def warning(everyone: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return what a user should look at, of routes that are not wrong enough to raise."""
-    low = {number: value for number, value in _layers(everyone).items() if value < WARN}
-    value, where = _least(everyone)
-    if not low and value >= WARN:
-        return None
-    found = [f"layers {_list(low)}"] if low else []
-    found += [f"{where}: {value:.0%}"] if value < WARN else []
-    return (
-        f"the live router agrees little with the replayed routes ({'; '.join(found)}): older weights do that, and so do "
-        "wrong routes"
-    )
-
-
-def _least(everyone: Sequence[Mapping[str, Any]]) -> Sequence[Any]:
-    """Return agreement and name of the sample, or part of one, that agrees least."""
-    least: Sequence[Any] = min((numbers["least"] for numbers in everyone), default=(np.inf, ""))
-    return least
-
-
-def _layers(everyone: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-    units: dict[int, list[Unit]] = {}
-    for numbers in everyone:
-        for number, unit in numbers["layers"].items():  # numbers are strings where they came through JSON
-            units.setdefault(int(number), []).append(unit)
-    return {number: total(units[number]).agreement for number in sorted(units)}
+    """Return a warning about routes that agree little, and are not wrong enough to raise."""
+    for group in _groups(everyone, WARN):
+        low = {layer: value for layer, value in group.layers.items() if value < WARN}
+        found = [f"layers {_list(low)}"] if low else []
+        found += [f"{group.least[1]}: {group.least[0]:.0%}"] if group.least[0] < WARN else []
+        if found:
+            return (
+                f"the live router agrees little with the replayed routes ({'; '.join(found)}): routes of older weights do, "
+                "and so do routes of other tokens"
+            )
+    return None
 
 
 def _list(values: Mapping[int, float]) -> str:
-    named = [f"{number} ({value:.0%})" for number, value in sorted(values.items(), key=lambda each: each[1])[:4]]
-    return ", ".join(named) + (", ..." if len(values) > 4 else "")
+    return ", ".join(f"{layer}: {value:.0%}" for layer, value in values.items())

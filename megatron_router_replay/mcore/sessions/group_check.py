@@ -32,7 +32,6 @@ class Numbers(NamedTuple):
         chunks: model chunks with routers that take micro-batches.
         rows_replayed, rows_live, rows_padding: as in the report.
         options: those that must be the same on all ranks: balance, min_replayed, min_agreement.
-        padding_known: padding was named wherever routes were fed.
         num_rows: the highest row that a recording queued, plus 1.
         agreement: see `agreement.Agreement.numbers`.
     """
@@ -43,7 +42,6 @@ class Numbers(NamedTuple):
     rows_live: int = 0
     rows_padding: int = 0
     options: Any = None
-    padding_known: bool = True
     num_rows: int = 0
     agreement: Any = None
 
@@ -245,11 +243,6 @@ def _too_little_replayed(total: Numbers, ranks: str, all_numbers: list[Numbers],
     share = share_of(total.rows_replayed, total.rows_live)
     if least is None or share is None or share >= least:
         return ""
-    if not all(numbers.padding_known for numbers in all_numbers):
-        return (
-            f"min_replayed={least} cannot be judged: routes came without padding= or filler=, so rows of padding count "
-            "as tokens without a route. Say what is padding, or leave min_replayed out."
-        )
     return (
         f"{share:.4%} of {total.rows_replayed + total.rows_live} tokens were replayed on {ranks}, less than "
         f"min_replayed={least}."

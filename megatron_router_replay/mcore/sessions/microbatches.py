@@ -17,13 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_router_replay.checks import warn
+from megatron_router_replay.checks import check_withdrawn, warn
 from megatron_router_replay.errors import LayoutError, ReplayStateError
 from megatron_router_replay.layout.rows import count_differing_tokens
 from megatron_router_replay.mcore.batches.attach import open_sessions
 from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.batches.follow import ForwardInputs
-from megatron_router_replay.mcore.batches.prefetch import MicrobatchRoutes
 from megatron_router_replay.mcore.batches.queue import Microbatch
 from megatron_router_replay.mcore.batches.rows import RowInputs
 from megatron_router_replay.mcore.core import hooks, tape
@@ -36,6 +35,13 @@ from megatron_router_replay.mcore.sessions.report import SessionReport
 from megatron_router_replay.mcore.sessions.session import Session
 
 S = TypeVar("S", bound="MicrobatchSession")
+
+
+_WITHDRAWN = dict.fromkeys(
+    ("routes", "stamped", "trust_layout", "filler", "missing", "layer_numbers", "split", "stale"),
+    "make a trace with RoutingTrace.from_samples(tokens, routes, ...) and replay it: rows are found by tokens.",
+)
+"""Option of an earlier version -> its replacement."""
 
 
 class MicrobatchSession(Session):
@@ -119,14 +125,14 @@ class MicrobatchSession(Session):
 
     def microbatch(
         self,
-        rows: Tensor | MicrobatchRoutes | Any = None,
+        rows: Tensor | Any = None,
         model: nn.Module | None = None,
         *,
         token_ids: Tensor | Any = None,
         padding: Tensor | Any = None,
         trained: Tensor | Any = None,
-        ahead: bool | None = None,
-        **layout: Any,
+        ahead: bool = True,
+        **withdrawn: Any,
     ) -> None:
         """Queue the routes of the next forward of a model chunk. Call it once before each forward of each chunk.
 
@@ -135,8 +141,7 @@ class MicrobatchSession(Session):
         Args:
             rows: `routing_rows`, integers of the shape of this rank's input_ids, [b, s] ([1, total] when packed): the
                 trace row of each position, -1 where there is none. Split over context-parallel ranks like input_ids, not
-                split over sequence-parallel ranks. On the CPU, no host sync is needed. A tensor, a numpy array, or for
-                a replay what `mcore.prefetch` made of them and its trace.
+                split over sequence-parallel ranks. On the CPU, no host sync is needed. A tensor or a numpy array.
             model: the chunk, as the schedule passes it to the forward step; None: there is only one.
             token_ids: the input_ids themselves, same shape; compared with the trace's token_ids now, and with the
                 input_ids that the model's forward gets. A recording stores them. Without them the forward's own
@@ -145,16 +150,13 @@ class MicrobatchSession(Session):
                 other position with row -1 is decided by the live router as well, and counted as live.
             trained: same shape, non-zero: the position is trained on (a loss mask). Such a position without a route
                 raises; leave it out if the live router shall decide some of these positions.
-            ahead: False: raise if a micro-batch waits for its forward, which would get the routes of another. None: True
-                for rows, False for routes.
-            layout: routes in place of rows, of a session without a trace: see `mrr.microbatch`.
+            ahead: False: raise if a micro-batch waits for its forward, which would get the routes of another.
 
         Raises:
-            LayoutError: rows, masks or tokens do not fit each other or the trace; the model is none of the session's chunks,
-                or the rows were prefetched from another trace.
-            TraceError: they were prefetched without a layer of this chunk.
+            LayoutError: rows, masks or tokens do not fit each other or the trace; the model is none of the session's chunks.
             ReplayStateError: the session is closed, or takes no micro-batches; or one waits.
         """
+        check_withdrawn("session.microbatch", withdrawn, _WITHDRAWN)
         self._check_open()
         if tape.in_recompute() or not self._enabled or self.is_paused:
             return
@@ -162,25 +164,15 @@ class MicrobatchSession(Session):
         hooks.check_runs_python("a micro-batch that is queued")  # before CUDA refuses the memory that it takes
         chunk = self._find_chunk(model)
         inputs = {"token_ids": token_ids, "padding": padding, "trained": trained}
-        if layout and rows is not None:
-            raise LayoutError(
-                "MRR411: routing_rows and routes= were given for one micro-batch: give rows into the session's trace, or "
-                "routes to a session without one."
-            )
-        if chunk is not None and chunk.queue.num_waiting and not (not layout if ahead is None else ahead):
+        if chunk is not None and chunk.queue.num_waiting and not ahead:
             raise ReplayStateError(
                 f"MRR407: {chunk.queue.where}: {chunk.queue.num_waiting} micro-batches wait for their forwards already. "
                 "Queue each right before its forward, by session.microbatch or by the attached model, not both; or say "
                 "ahead=True."
             )
-        if layout:
-            if chunk is not None:
-                self._queue_routes(chunk, **inputs, **layout)
-            return
-        routes = rows if isinstance(rows, MicrobatchRoutes) else None
-        row_inputs = RowInputs.checked(rows if routes is None else routes.routing_rows, **inputs)
+        row_inputs = RowInputs.checked(rows, **inputs)
         if chunk is not None:
-            self._queue(chunk, row_inputs, routes)
+            self._queue(chunk, row_inputs)
 
     # ---- what the hook asks
     def _source(self) -> RoutingSource:
@@ -219,15 +211,9 @@ class MicrobatchSession(Session):
             router_state.chunk.queue.routed(call.microbatch, router_state.position)
 
     # ---- one micro-batch
-    def _queue(self, chunk: Chunk, inputs: RowInputs, routes: MicrobatchRoutes | None) -> None:
-        """Add a micro-batch to a chunk's queue; `routes` are the prefetched ones, where there are any."""
+    def _queue(self, chunk: Chunk, inputs: RowInputs) -> None:
+        """Add a micro-batch to a chunk's queue."""
         raise NotImplementedError
-
-    def _queue_routes(self, chunk: Chunk, **layout: Any) -> None:
-        raise LayoutError(
-            f"MRR411: this {self.kind} session takes routing_rows. Routes themselves are for mrr.replay(model) without "
-            "a trace."
-        )
 
     def _on_unqueued(self, chunk: Chunk, inputs: ForwardInputs) -> None:
         """Take note that a forward begins for which no rows were queued by hand."""

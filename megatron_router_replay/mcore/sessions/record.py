@@ -15,7 +15,6 @@ from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceEr
 from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.batches.follow import ForwardInputs, TokenReader, number_tokens
 from megatron_router_replay.mcore.batches.index import Partition
-from megatron_router_replay.mcore.batches.prefetch import MicrobatchRoutes
 from megatron_router_replay.mcore.batches.queue import Microbatch
 from megatron_router_replay.mcore.batches.rows import RowInputs, check_padding, count_rows
 from megatron_router_replay.mcore.core.call import RoutingCall
@@ -74,11 +73,7 @@ class RecordSession(MicrobatchSession):
         self._reader = TokenReader(padding_token_ids=padding_token_ids, cp_partition_mode=cp_partition_mode)
         self._copied: dict[Any, torch.cuda.Event] = {}  # stream -> after which what it copied to the host is there
 
-    def _queue(self, chunk: Chunk, inputs: RowInputs, routes: MicrobatchRoutes | None) -> None:
-        if routes is not None:
-            raise LayoutError(
-                "MRR423: prefetched routes are for a replay of their trace; a recording takes routing_rows."
-            )
+    def _queue(self, chunk: Chunk, inputs: RowInputs) -> None:
         if self._numbers_itself:
             raise LayoutError(
                 "MRR406: rows were given for this forward and none before, so the recording numbered those tokens itself. "

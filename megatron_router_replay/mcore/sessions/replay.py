@@ -1,4 +1,4 @@
-"""Replay: every forward and recompute uses given experts, of a trace or as a trainer's micro-batch carries them."""
+"""Replay: every forward and recompute uses the experts of a trace."""
 
 from __future__ import annotations
 
@@ -12,17 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_router_replay.checks import check_withdrawn
-from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
+from megatron_router_replay.errors import LayoutError, TraceError
 from megatron_router_replay.layout.rows import MOVED_APART, check_tokens, count_differing_tokens
-from megatron_router_replay.mcore.batches.attach import session_of
 from megatron_router_replay.mcore.batches.chunk import Chunk
-from megatron_router_replay.mcore.batches.fed import lay_out
 from megatron_router_replay.mcore.batches.follow import Follower, ForwardInputs, on_device
 from megatron_router_replay.mcore.batches.index import Partition
-from megatron_router_replay.mcore.batches.prefetch import MicrobatchRoutes
 from megatron_router_replay.mcore.batches.queue import Microbatch
 from megatron_router_replay.mcore.batches.rows import (
     RankRoutes,
@@ -81,8 +78,6 @@ class ReplaySession(MicrobatchSession):
             layout = {"padding_token_ids": padding_token_ids, "cp_partition_mode": cp_partition_mode}
             self._follower = Follower(trace, check=self._check, **layout)  # type: ignore[arg-type]
         self._min_replayed = min_replayed
-        self._unproved = False  # fed routes came without a stamp
-        self._padding_known = True  # padding was said wherever routes were fed
         self._trace_of: dict[int, RoutingTrace] = {}
         if trace is not None:
             self._take_trace(trace)
@@ -98,7 +93,6 @@ class ReplaySession(MicrobatchSession):
                 least=min_agreement,
                 every_layer=ask_every_layer,
                 rank=self._rank,
-                source=agreement.SOURCES[trace is None],
             )
 
     @property
@@ -109,7 +103,6 @@ class ReplaySession(MicrobatchSession):
             report,
             rows_repeated=self._rows["repeated"],
             segments_ambiguous=self._rows["rivals"],
-            layout_proved=None if self._trace is not None or not self._enabled else not self._unproved,
             agreement=None if self._agreement is None else self._agreement.report(),
         )
 
@@ -125,11 +118,11 @@ class ReplaySession(MicrobatchSession):
         if used.shape != (request.scores.shape[0], request.topk):
             return used  # refused behind this
         live_mask = microbatch.live_mask
-        is_asked = microbatch.asked is not None and microbatch.asked in (position, ALL)
-        if is_asked or live_mask is not None:
+        is_checked = microbatch.checked_layer is not None and microbatch.checked_layer in (position, ALL)
+        if is_checked or live_mask is not None:
             own = request.live_topk()[1]
-            if is_asked:
-                self._ask(call, microbatch, own)
+            if is_checked:
+                self._check_agreement(call, microbatch, own, used)
             if live_mask is not None:
                 return torch.where(live_mask.unsqueeze(1), own, used)
         if microbatch.live_positions is not None:
@@ -138,15 +131,13 @@ class ReplaySession(MicrobatchSession):
             call.kept = KeptLayer(microbatch.routes, position)
         return used
 
-    def _ask(self, call: RoutingCall, microbatch: Microbatch, own: Tensor) -> None:
-        """Store a router's own top-k of the rows that are replayed."""
-        assert self._agreement is not None, "it asks"
-        assert microbatch.routes is not None, "a replayed micro-batch has routes"
+    def _check_agreement(self, call: RoutingCall, microbatch: Microbatch, own: Tensor, used: Tensor) -> None:
+        """Count how a router's own experts agree with the replayed ones, in the replayed rows."""
+        assert self._agreement is not None, "a layer is checked"
         router_state = self._routers[call.router]
         assert router_state.chunk is not None, "it takes micro-batches"
-        replayed = microbatch.routes.topk_indices[:, router_state.position]
-        layer_number, counts = router_state.found.layer_number, microbatch.replayed
-        self._agreement.add(microbatch, router_state.chunk, layer_number, own, replayed, counts)
+        layer_number = router_state.found.layer_number
+        self._agreement.add(microbatch, router_state.chunk, layer_number, own, used, microbatch.replayed)
 
     # ---- rows into the trace
     def _take_trace(self, trace: RoutingTrace) -> None:
@@ -172,19 +163,12 @@ class ReplaySession(MicrobatchSession):
         self._rows.add(rivals=found.rivals)
         tokens = None if found.tokens is None else found.tokens.to(found.rows.device, torch.int64)
         rows = RowInputs(rows=found.rows, token_ids=tokens, padding=found.padding, trained=None)
-        self._queue(chunk, rows, None, is_followed=True)
+        self._queue(chunk, rows, is_followed=True)
 
-    def _queue(
-        self, chunk: Chunk, inputs: RowInputs, routes: MicrobatchRoutes | None, *, is_followed: bool = False
-    ) -> None:
-        if self._trace is None:
-            raise LayoutError(
-                "MRR411: this session has no trace to take rows from: mrr.replay(model, trace), or feed routes=."
-            )
+    def _queue(self, chunk: Chunk, inputs: RowInputs, *, is_followed: bool = False) -> None:
+        assert self._trace is not None, "an enabled session has a trace"
         self._trace.check_unchanged()  # a trainer may compute on it in place between two micro-batches
         trace = self._trace_of[chunk.index]
-        if routes is not None and routes.source is not self._trace:
-            raise LayoutError("MRR423: these routes were prefetched from another trace than this session's.")
         inputs = self._at_the_trace(inputs, trace.device)
         rows, padding = inputs.rows, inputs.padding
         # Of the whole batch, not of this rank's part: what is wrong with it raises on every rank.
@@ -202,10 +186,7 @@ class ReplaySession(MicrobatchSession):
                 check_trained(without, self._check, order="as routers see them")
             live_mask = ~routed
         expected = self._expected_tokens(trace, rows, inputs.token_ids, any_unrouted=unrouted)
-        if routes is None:
-            topk_indices = take_rows(trace.topk_indices, view.clamp(min=0), chunk.device)
-        else:
-            topk_indices = chunk.router_view(routes.layers(trace.layer_numbers))
+        topk_indices = take_rows(trace.topk_indices, view.clamp(min=0), chunk.device)
         shape = rows.shape[0], rows.shape[1]
         laid_out = RankRoutes(
             topk_indices=topk_indices,
@@ -241,9 +222,9 @@ class ReplaySession(MicrobatchSession):
             routes.live_mask,
             routes.padding,
         )
-        num_tokens, split, token_ids = topk_indices.shape[0], routes.split, routes.token_ids
+        num_tokens, token_ids = topk_indices.shape[0], routes.token_ids
         if padding is not None:
-            padding = chunk.router_view(padding, split=split)
+            padding = chunk.router_view(padding)
             live_mask = None if live_mask is None else live_mask & ~padding
         counts = count_rows(num_tokens, live_mask, padding)
         # The live router decides padding as well, which is counted apart.
@@ -258,7 +239,7 @@ class ReplaySession(MicrobatchSession):
             # session raises: the others are counted above, and judged when it is left.
             device_mask = to_device(live_mask, chunk.device)
         return Microbatch(
-            shape=chunk.router_shape(routes.batch_shape, split=split),
+            shape=chunk.router_shape(routes.batch_shape),
             batch_shape=routes.batch_shape,
             counts=counts,
             num_routers=len(chunk.replayed_routers),
@@ -268,19 +249,8 @@ class ReplaySession(MicrobatchSession):
             replayed=replayed,
             token_ids=None if token_ids is None else to_device(token_ids, chunk.device),
             batch_rows=None if routes.rows is None else to_device(routes.rows, chunk.device),
-            asked=None if self._agreement is None else self._agreement.next_layer(chunk),
+            checked_layer=None if self._agreement is None else self._agreement.next_layer(chunk),
         )
-
-    def _queue_routes(self, chunk: Chunk, **layout: Any) -> None:
-        if self._trace is not None:
-            raise LayoutError(
-                "MRR411: this session replays a trace: pass routing_rows= to the attached model, or call "
-                "session.microbatch(rows, model). Routes themselves are for mrr.replay(model) without a trace."
-            )
-        laid_out = lay_out(chunk, self._check, **layout)
-        self._unproved |= not layout.get("stamped")
-        self._padding_known &= any(layout.get(name) is not None for name in ("padding", "filler"))
-        chunk.queue.queue(self._microbatch(chunk, laid_out))
 
     # ---- checks of one micro-batch
     def _count_repeated(self, rows: Tensor, num_rows: int) -> None:
@@ -338,7 +308,6 @@ class ReplaySession(MicrobatchSession):
         numbers = super()._numbers()
         return numbers._replace(
             options=[self._balance, self._min_replayed, self._min_agreement],
-            padding_known=self._padding_known,
             agreement=None if self._agreement is None else self._agreement.numbers(),
         )
 
@@ -347,37 +316,6 @@ class ReplaySession(MicrobatchSession):
         problems = judge_replay(everyone, self._min_replayed) + agreement.problems(asked, self._min_agreement)
         warning = agreement.warning(asked)
         return problems, [warning] if warning else []
-
-
-def microbatch(model: nn.Module, routes: Tensor, **layout: Any) -> None:
-    """Queue routes for the next forward of a chunk, in the session that holds it. Call it where the trainer lays out its
-    batch.
-
-    It is `session.microbatch(routes=...)` of the innermost `mrr.replay(model)` that holds the chunk. Say how the layout is
-    proved: `stamped=True` with `token_ids`, where `mrr.stamp` sealed the rollout's routes, or `trust_layout=True`.
-
-    Args:
-        model: the chunk, wrapped or not.
-        routes: [b, s, layers, topk] of this context-parallel rank's tokens, sample by sample, before sequence parallelism;
-            [t, layers, topk] or [1, t, layers, topk] for one packed row; uint8, int16, int32 or int64. A row of -1 is live.
-        layout: see `fed.lay_out`: token_ids, stamped, trust_layout, padding, trained, filler, missing, layer_numbers, split;
-            and ahead=True queues behind micro-batches that wait.
-
-    Raises:
-        ReplayStateError: no open session holds this model, or a micro-batch waits for its forward already.
-        LayoutError: the routes do not fit the model, the tokens, or the layout that is said.
-    """
-    if not isinstance(model, nn.Module):
-        raise LayoutError(
-            f"MRR403: {type(model).__name__} is no model: the model comes first, microbatch(model, routes)."
-        )
-    session = session_of(model)
-    if session is None:
-        raise ReplayStateError(
-            f"MRR403: no session holds this {type(model).__name__}: open `with mrr.replay(model):` around the schedule (with "
-            "enabled=False where a pass shall not replay)."
-        )
-    session.microbatch(model=model, routes=routes, **layout)
 
 
 def replay(
@@ -400,15 +338,14 @@ def replay(
     Only the selection of experts is replaced: scores and gradients come from the live logits. The rows of a forward are found
     by its `input_ids`, on every pipeline stage: nothing is attached to a batch. A model that gets embeddings takes rows from
     `session.microbatch(rows, model)`, called before each forward of each chunk. Tokens of no sample raise; a forward over
-    other tokens, such as an evaluation, runs inside `session.paused()`. Without a trace, feed routes with
-    `mrr.microbatch(model, routes=...)`.
+    other tokens, such as an evaluation, runs inside `session.paused()`.
 
     Which:
         model_chunks: the model or all of its chunks on this rank.
         trace: routes for at least every MoE layer of these chunks, or the path of a file that `save_trace` wrote. The live
             router decides rows without a route, and multi-token-prediction layers, whose recomputes use their forward's
             experts. If the trace is on the GPU (`trace.to("cuda")`), it takes rows that are
-            there without a host sync. None: routes are fed.
+            there without a host sync. None: only with enabled=False.
         enabled: False: hold nothing and drop what is queued, for a pass of a trainer that must not replay.
         padding_token_ids: the tokens that padding holds. Without it, padding is what `padding_mask` or unpadded
             `cu_seqlens_q` say, else one token, the same in all forwards of the session.
@@ -474,7 +411,7 @@ def _loaded(trace: Any, model_chunks: Any) -> RoutingTrace | None:
         from megatron_router_replay.store import load_trace
 
         trace = load_trace(trace)
-    if trace is not None and not isinstance(trace, RoutingTrace):
+    if not isinstance(trace, RoutingTrace):
         are_swapped = isinstance(model_chunks, RoutingTrace)
         swapped = " The arguments are swapped: replay(model_chunks, trace)." if are_swapped else ""
         raise TraceError(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_router_replay.checks import warn
 from megatron_router_replay.mcore.core.streams import collective_device
-from megatron_router_replay.mcore.sessions.agreement import SOURCES, LiveAgreement, Unit
+from megatron_router_replay.mcore.sessions.agreement import LiveAgreement, Unit
 from megatron_router_replay.tables import Table
 
 _LOG = logging.getLogger(__name__)
@@ -51,10 +51,9 @@ class SessionReport:
         rows_padding: rows known to be padding; the live router decides them, too.
         rows_repeated: rows that a micro-batch named a second time, counted where the host knows the rows.
         segments_ambiguous: sequences that several samples of the trace begin with; the first one's rows were used.
-        layout_proved: fed routes were compared with their tokens, all of them; None: none were fed.
         decisions: (row, layer) pairs by what was done with them; what was not measured is missing.
         flips_of_layer: layer number -> how many of its recomputed decisions would have chosen different experts.
-        agreement: of the live router with the replayed routes; None: it was not asked.
+        agreement: of the live router with the replayed routes; None: they were not compared.
     """
 
     kind: str
@@ -67,7 +66,6 @@ class SessionReport:
     rows_padding: int = 0
     rows_repeated: int = 0
     segments_ambiguous: int = 0
-    layout_proved: bool | None = None
     decisions: Decisions = field(default_factory=Decisions)
     flips_of_layer: Mapping[int, int] = field(default_factory=dict)
     agreement: LiveAgreement | None = None
@@ -112,7 +110,7 @@ class SessionReport:
         return summed
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every field and property as a dict. `agreement` is three numbers, where it was asked."""
+        """Return every field and property as a dict. `agreement` is four numbers, where it was measured."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         agreement = values.pop("agreement")
         values |= {f"decisions_{name}": count for name, count in values.pop("decisions").items()}
@@ -143,8 +141,6 @@ class SessionReport:
             ]
         if self.rows_repeated:
             rows.append(("rows named twice", f"{self.rows_repeated:,}", "(two tokens got one token's routes)"))
-        if self.layout_proved is False:
-            rows.append(("layout of routes", "", "not proved: mrr.stamp them where the rollout enters"))
         done = self.decisions
         if self.recompute_flips is not None:
             first = next((layer for layer, count in sorted(self.flips_of_layer.items()) if count), None)
@@ -195,9 +191,8 @@ def _flat(report: SessionReport, top: int) -> dict[str, float]:
         put(name, getattr(report, name))
     for name in Decisions.__annotations__:
         put(f"decisions {name}", decisions.get(name))
-    put("unproved", None if report.layout_proved is None else not report.layout_proved)
-    for source in SOURCES:
-        put(source, None if agreement is None or source not in agreement.source else 1)
+    for name in ("samples", "samples_not_judged"):
+        put(name, None if agreement is None else getattr(agreement, name))
     for layer in range(top + 1):
         put(f"flips {layer}", report.flips_of_layer.get(layer))
         unit = None if agreement is None else agreement.layers.get(layer)
@@ -227,10 +222,9 @@ def _add_up(report: SessionReport, reduce: Callable[[list[float], str], list[flo
 
     units = {layer: Unit(*(total[f"{name} {layer}"] for name in Unit._fields)) for layer in by_layer("rows")}
     decisions = {name: count for name in Decisions.__annotations__ if (count := get(f"decisions {name}")) is not None}
-    sources = [source for source in SOURCES if get(source)]
+    samples = get("samples")
     return SessionReport(
         kind=report.kind,
-        layout_proved=None if (unproved := get("unproved")) is None else not unproved,
         decisions=cast(Decisions, decisions),
         flips_of_layer=by_layer("flips"),
         agreement=LiveAgreement(
@@ -238,9 +232,10 @@ def _add_up(report: SessionReport, reduce: Callable[[list[float], str], list[flo
             # Ranks of one stage hold the same layers, and each stage different ones. Layers that were not asked are unknown.
             num_layers=max(len(units), int(num_layers)),
             least_sample=None if least == -math.inf else -least,
-            source=" and ".join(sources),
+            samples=samples,
+            samples_not_judged=get("samples_not_judged") or 0,
         )
-        if sources
+        if samples is not None
         else None,
         **{name: get(name) for name in _COUNTS},  # type: ignore[arg-type]  # None where it may be
     )

@@ -5,11 +5,10 @@ VERL_USE_EXTERNAL_MODULES=megatron_router_replay.trainers.verl. It registers one
 prefers a class of (device, vendor) to verl's own, and that class only chooses:
 
     router_replay.mode    the engine
-    disabled              verl's own, untouched; nothing of ours is imported
-    R2, R3                RouterReplayEngine; VerlError where what it overrides or calls is not as in VERL_SIGNATURES
+    disabled              verl's own, untouched; our engine is not imported
+    R2, R3                RouterReplayEngine; SeamError where a function that it overrides is not as in SEAMS
 
-A verl that lays tokens out in another way behind the same functions is noticed in its first forward: rows of a trace are
-compared with the tokens that the model gets.
+A verl may lay tokens out in another way: rows are found by the tokens that the model gets.
 
 verl imports its plug-ins before anything else and hides their errors. So here nothing is imported that can fail, verl's
 engine (seconds, and Megatron-Core with it) is not loaded in processes that do without it, and what goes wrong later is
@@ -21,92 +20,61 @@ Source: verl 0.9.1, verl/__init__.py (plug-ins), workers/engine/base.py (EngineR
 from __future__ import annotations
 
 import importlib
-import inspect
-import operator
 import os
-import sys
 import warnings
-from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 from megatron_router_replay.errors import RouterReplayError
+from megatron_router_replay.trainers.seams import Seam, hook, when_imported
 
-VERL_SIGNATURES = {
-    "verl.workers.engine.megatron:MegatronEngineWithLMHead.__init__": (
-        "self model_config engine_config optimizer_config checkpoint_config"
+ENGINE_MODULE = "verl.workers.engine.megatron"
+ENGINE = f"{ENGINE_MODULE}.transformer_impl"
+LAYOUTS = tuple(
+    Seam(module="verl.models.mcore.util", name=name, parameters="input_ids pre_process")
+    for name in ("preprocess_thd_engine", "preprocess_bshd_engine")
+)
+SEAMS = (
+    Seam(
+        module=ENGINE,
+        name="MegatronEngine.__init__",
+        parameters="self model_config engine_config optimizer_config checkpoint_config",
     ),
-    "verl.workers.engine.megatron:MegatronEngineWithLMHead.initialize": "self",
-    "verl.workers.engine.megatron:MegatronEngineWithLMHead.forward_backward_batch": "self data loss_function forward_only",
-    "verl.workers.engine.megatron:MegatronEngineWithLMHead.forward_step": (
-        "self batch_iter model logits_processor_func postprocess_micro_batch_func"
+    Seam(module=ENGINE, name="MegatronEngine.initialize", parameters="self", words="module"),
+    Seam(
+        module=ENGINE,
+        name="MegatronEngine.forward_backward_batch",
+        parameters="self data loss_function forward_only",
+        words="enable_routing_replay get_forward_backward_func",
     ),
-    "verl.workers.engine.megatron:MegatronEngineWithLMHead._get_context_parallel_layout": "unwrapped_model",
-    "verl.models.mcore.util:preprocess_thd_engine": (
-        "input_ids pre_process need_roll use_fp8_padding local_cp_size min_local_rows pad_to_length_bucket cp_layout"
-    ),
-    "verl.models.mcore.util:preprocess_bshd_engine": (
-        "input_ids pre_process need_roll use_fp8_padding forced_max_seqlen"
-    ),
-}
-"""What our engine overrides or calls of verl -> its parameters. A new one may lay tokens out in another way."""
+    *LAYOUTS,
+)
+"""Functions of verl that our engine overrides, or replaces for the length of a pass."""
 
 RUN_WITH = "0.9.1"
 """The version of verl that our tests drive."""
 
-ENGINE_MODULE = "verl.workers.engine.megatron"
-
 
 class VerlError(RouterReplayError):
-    """verl asks for a replay that cannot be exact here."""
+    """verl's configuration or batch cannot be replayed exactly."""
 
 
-class _WhenImported(MetaPathFinder, Loader):
-    """Registers our engine as soon as verl's own has been imported, by whomever."""
+def _register_if_possible(module: Any) -> None:
+    """Register our engine, once verl's own has been imported, by whomever."""
+    try:
+        register()
+    except (ImportError, AttributeError, TypeError) as error:
+        import verl
 
-    def __init__(self) -> None:
-        self._loader: Any = None
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name != ENGINE_MODULE:
-            return None
-        for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(name, path, target)
-            if spec is not None:
-                self._loader, spec.loader = spec.loader, self
-                return spec
-        return None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        module: ModuleType | None = self._loader.create_module(spec)
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        # The module is its own loader's again, for whoever asks it for its source.
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        sys.meta_path.remove(self)
-        try:
-            register()
-        except (ImportError, AttributeError, TypeError) as error:
-            import verl
-
-            message = f"MRR806: cannot register this package's engine with verl {verl.__version__}: {error!r}."
-            if verl.__version__ == RUN_WITH:
-                # verl takes an ImportError here for "no Megatron", and goes on with the engine that it has registered.
-                raise VerlError(message) from error
-            # Without its registry nobody can say whether replay is on; where it is off, nothing is lost. A warning, not
-            # a log line, so that it is seen before anyone has set logging up.
-            warnings.warn(
-                f"{message} With router_replay.mode R2 or R3 verl's own replay would run, not this package's.",
-                stacklevel=2,
-            )
+        message = f"MRR806: cannot register this package's engine with verl {verl.__version__}: {error!r}."
+        if verl.__version__ == RUN_WITH:
+            # verl takes an ImportError here for "no Megatron", and keeps the engine that it has registered.
+            raise VerlError(message) from error
+        # Without its registry, whether replay is on is not known; where it is off, nothing is lost. A warning, not a log
+        # line, so that it is seen before logging is set up.
+        warnings.warn(
+            f"{message} With router_replay.mode R2 or R3 verl's own replay would run, not this package's.",
+            stacklevel=2,
+        )
 
 
 def register() -> None:
@@ -123,13 +91,13 @@ def register() -> None:
         return  # verl has another engine there (MindSpeed), which is left alone
 
     class ChosenEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
-        """Makes verl's engine or ours, as `router_replay.mode` says; never an instance of itself."""
+        """Makes verl's engine or ours, by `router_replay.mode`; never an instance of itself."""
 
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
             mode = replay_mode(*args, **kwargs)
             if mode == "disabled":
                 return MegatronEngineWithLMHead(*args, **kwargs)
-            probe(mode)
+            probe()
             from megatron_router_replay.trainers.verl.engine import RouterReplayEngine
 
             return RouterReplayEngine(*args, **kwargs)
@@ -156,31 +124,16 @@ def replay_mode(*args: Any, **kwargs: Any) -> str:
     return "disabled"
 
 
-def probe(mode: str) -> None:
-    """Raise VerlError unless what our engine overrides and calls of this verl is what it knows."""
-    import verl
+def probe() -> None:
+    """Check the functions of this verl that our engine overrides and replaces.
 
-    for name, expected in VERL_SIGNATURES.items():
-        module, _, path = name.partition(":")
-        try:
-            found = list(inspect.signature(operator.attrgetter(path)(importlib.import_module(module))).parameters)
-        except (ImportError, AttributeError) as error:
-            found = [repr(error)]
-        if found != expected.split():
-            raise VerlError(
-                f"MRR806: router_replay.mode={mode} with verl {verl.__version__}: {path} has the parameters {found}, "
-                f"this package drives one with {expected.split()}; another one may pack or split tokens differently. "
-                f"Take a release of this package that knows it (this one was run with {RUN_WITH}), or set "
-                "router_replay.mode=disabled."
-            )
-
-
-def _plug_in() -> None:
-    if ENGINE_MODULE in sys.modules:
-        register()
-    elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _WhenImported())
+    Raises:
+        SeamError: one is not as known.
+    """
+    for seam in SEAMS:
+        importlib.import_module(seam.module)
+        hook(seam, None)
 
 
 # Also where verl is not imported yet: it would find this module imported already, and import it no more.
-_plug_in()
+when_imported(ENGINE_MODULE, _register_if_possible)

@@ -1,27 +1,21 @@
-"""Megatron's schedules on several ranks: what ranks must agree on, rows beside a batch or prefetched, combined 1F1B."""
+"""Megatron's schedules on several ranks: what ranks must agree on, rows by hand, combined 1F1B."""
 
-import gc
-import weakref
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import megatron_router_replay as mrr
-from megatron_router_replay.mcore.batches.prefetch import prefetch_batches
 from megatron_router_replay.testing import ParallelSizes
 from tests.functional.mcore.cases import (
     DRAWN,
-    FULL,
     MOE,
     Case,
     alive_entries,
     build,
     left_over,
     model_inputs,
-    moe_routers,
     random_trace,
     run,
     same,
@@ -29,8 +23,7 @@ from tests.functional.mcore.cases import (
     watched,
     wrong_replays,
 )
-from tests.support.gradients import gradients
-from tests.support.schedule import default_forward_step, masked_mean_loss, run_schedule
+from tests.support.schedule import masked_mean_loss, run_schedule
 
 ELSEWHERE = "rows that the trace knows nothing of"
 
@@ -61,23 +54,6 @@ def test_rows_that_another_rank_routed_raise_and_a_gathered_recording_replays(la
     on_ranks(2, regrouped, Case(layout=layout))
 
 
-def broadcast() -> None:
-    rows = [torch.arange(3), torch.tensor([[4, -1]], dtype=torch.int32)] if dist.get_rank() == 0 else None
-    received = mrr.mcore.broadcast_routing_rows(rows, src=0)
-    if rows:
-        rows[0].zero_()
-    assert [(part.dtype, part.tolist()) for part in received] == [
-        (torch.int64, [0, 1, 2]),
-        (torch.int64, [[4, -1]]),
-    ]
-    with pytest.raises(mrr.RouterReplayError, match="was given none"):
-        mrr.mcore.broadcast_routing_rows(None if rows else [torch.arange(3)], src=0)
-
-
-def test_stages_that_load_no_data_get_the_rows_or_raise_together(on_ranks):
-    on_ranks(2, broadcast)
-
-
 def attached_schedule(case: Case) -> None:
     """A schedule whose forward step knows of no session, on an attached model, beside one that queues by hand."""
     _, chunks, microbatches = build(case)
@@ -106,74 +82,24 @@ def test_an_attached_model_in_a_schedule_is_exact(layout, on_ranks):
     on_ranks(2, attached_schedule, Case(layout=layout, config=MOE))
 
 
-def prefetched(case: Case, token_ids: bool) -> None:
-    """A step with rows, and one with what was prefetched of them."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    _, chunks, microbatches = build(case)
-    tokens = torch.cat([microbatch["tokens"].reshape(-1) for microbatch in microbatches])
-    mask = torch.arange(case.num_tokens) % 5 != 3
-    trace = random_trace(case, replay_mask=mask, token_ids=tokens if token_ids else None)
-    for microbatch in microbatches:
-        microbatch["routing_rows"][0, -1] = -1
-    microbatches[2]["routing_rows"].fill_(-1)  # a micro-batch without a row at all
-    with mrr.replay(chunks, trace, **DRAWN, verify=True) as session:
-        plain = run(chunks, case, microbatches, session)
-
-    seen: list[weakref.ref[torch.Tensor]] = []
-
-    def queue(microbatch: dict[str, Any], model: Any) -> None:
-        routes = microbatch["routing_rows"]
-        seen.append(weakref.ref(routes.topk_indices))
-        prefetching.microbatch(routes, model, token_ids=microbatch["tokens"] if token_ids else None)
-
-    with mrr.replay(chunks, trace, **DRAWN, verify=True) as prefetching:
-        # Iterators that the schedule never asks for more than its micro-batches, each with the layers of its chunk.
-        layers = [[router.layer_number for router in moe_routers([chunk])] for chunk in chunks]
-        iterators = [prefetch_batches(trace, microbatches, layer_numbers=numbers) for numbers in layers]
-        for chunk in chunks:
-            chunk.zero_grad(set_to_none=True)
-        several = len(chunks) > 1
-        losses = get_forward_backward_func()(
-            forward_step_func=partial(default_forward_step, before_forward=queue),
-            data_iterator=iterators if several else iterators[0],
-            model=chunks if several else chunks[0],
-            num_microbatches=case.num_microbatches,
-            seq_length=case.sequence_length,
-            micro_batch_size=case.batch_size,
-            decoder_seq_length=case.sequence_length,
-            forward_only=False,
-        )
-        assert same(plain, (losses, gradients(chunks)))
-        gc.collect()
-        assert [ref() for ref in seen] == [None] * case.num_microbatches * len(chunks)
-    assert prefetching.report == session.report
-    assert (session.report.decisions["wrong"], session.report.decisions["verified"] > 0) == (0, True)
-
-
-def test_prefetched_rows_replay_as_rows_do_and_nothing_is_retained(megatron):
-    prefetched(Case(config=FULL), True)
-
-
-def test_every_virtual_stage_prefetches_its_own_layers(on_ranks):
-    on_ranks(2, prefetched, Case(layout=ParallelSizes(pp_size=2, vp_size=2), config=FULL), False)
-
-
-def trained_and_evaluated() -> None:
-    """Training and then a log-prob pass in one session; then a step under a freeze."""
+def trained_and_evaluated(follows: bool) -> None:
+    """Training and then a log-prob pass in one session, of rows by hand or found by tokens; then a step under a freeze."""
     case = Case(layout=ParallelSizes(ep_size=2), config=MOE, num_microbatches=3)
     _, chunks, microbatches = build(case)
     set_in_configs(
         chunks, overlap_moe_expert_parallel_comm=True
     )  # its own checks ask for bf16, which no kernel here has
-    trace = random_trace(case)
+    tokens = torch.cat([microbatch["tokens"].reshape(-1) for microbatch in microbatches])
+    lengths = [case.sequence_length] * (case.num_tokens // case.sequence_length)
+    samples = {"token_ids": tokens, "sequence_lengths": lengths} if follows else {}
+    trace = random_trace(case, **samples)
     session: Any = None
     plans = 0
 
     def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> Any:
         nonlocal plans
         batch = next(data_iterator)
-        if session is not None:
+        if session is not None and not follows:
             session.microbatch(batch["routing_rows"], model)
         plans += return_schedule_plan
         call = model.build_schedule_plan if return_schedule_plan else model
@@ -193,5 +119,6 @@ def trained_and_evaluated() -> None:
     assert (plans, left_over(chunks)) == (6, [])
 
 
-def test_a_session_is_exact_under_combined_1f1b_and_a_freeze_keeps_nothing(on_ranks):
-    on_ranks(2, trained_and_evaluated)
+@pytest.mark.parametrize("follows", [False, True])
+def test_a_session_is_exact_under_combined_1f1b_and_a_freeze_keeps_nothing(follows, on_ranks):
+    on_ranks(2, trained_and_evaluated, follows)

@@ -22,9 +22,9 @@ from verl.utils.megatron.router_replay_patch import RouterReplay as VerlRouterRe
 
 import megatron_router_replay as mrr
 from megatron_router_replay.testing import ParallelSizes
-from megatron_router_replay.trainers.verl.engine import ROUTES, ROWS
+from megatron_router_replay.trainers import follow
 from tests.functional.mcore.cases import as_map, left_over, moe_routers, watched
-from tests.functional.trainers import packers
+from tests.functional.verl import packers
 from tests.functional.verl.batches import LENGTHS, as_verl, make_batch
 from tests.functional.verl.engines import OurEngine, StockEngine, build, engine_config, loss_function, model_config
 from tests.support.gradients import gradients
@@ -140,6 +140,7 @@ def forced(engine: Any, seen: dict[int, list[Tensor]]) -> Iterator[None]:
     """Let Megatron's own RouterReplay give each forward the experts that were seen, micro-batch by micro-batch."""
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
+    follow.uninstall()  # it refuses a pass that drives Megatron's own replay
     handles = []
     for router in moe_routers(engine.module):
         maps = iter(seen[router.layer_number])
@@ -185,7 +186,6 @@ def r3(case: Case) -> tuple[Counter[str], dict[str, Any]]:
     data = as_verl(batch.padded, enable_routing_replay=True, **case.batching)
     done = step(engine, data)
     assert left_over(engine.module) == []
-    assert data.get(ROWS, None) is data.get(ROUTES, None) is None
     assert data.get("routed_experts", None) is not None
     assert data["enable_routing_replay"]
     assert any(done["seen"]["recompute"].values()) == ("recompute_granularity" in case.config)
@@ -245,16 +245,14 @@ def refused(
     with pytest.raises(mrr.RouterReplayError) as error:
         step(engine, data)
     assert left_over(engine.module) == []
-    assert data.get(ROWS, None) is data.get(ROUTES, None) is None
     if mode == "R3" and kind is OurEngine:  # it goes on with the next batch
         step(engine, as_verl(make_batch(rank).padded, enable_routing_replay=True, **case.batching))
     return type(error.value).__name__, str(error.value)
 
 
-def partly_live(case: Case, damage: Any, missing: str) -> tuple[Counter[str], dict[str, Any]]:
+def partly_live(case: Case, damage: Any) -> tuple[Counter[str], dict[str, Any]]:
     """Train on a batch whose tokens that `damage` names have no routes; they are decided by the live router."""
     engine = case.engine(OurEngine, "R3")
-    engine.missing = missing
     batch = make_batch(0)
     lost = damage(batch.padded, 0)
     routes = {token: route for token, route in batch.routes.items() if token not in lost}
@@ -298,14 +296,6 @@ def nothing(padded: dict[str, Tensor], rank: int) -> None:
     pass
 
 
-class DriftingEngine(OurEngine):
-    """Routes go another way than the tokens."""
-
-    def _pack(self, values: Tensor, batch: Any, model: Any) -> Tensor:
-        packed = super()._pack(values, batch, model)
-        return packed.roll(1, dims=1) if packed.dim() > 2 else packed
-
-
 def unmarked(case: Case, mode: str) -> list[str]:
     """A batch that is marked not to be replayed (a reference's log-probs): verl's stock path, live."""
     engine, stock = case.engine(OurEngine, mode), case.engine(StockEngine, "disabled")
@@ -345,7 +335,7 @@ def registered_twice() -> str:
     return str(error.value)
 
 
-def another_packer(input_ids: Any, interleave: bool = False) -> None:
+def preprocess_bshd_engine(input_ids: Any, interleave: bool = False) -> None:
     pass
 
 

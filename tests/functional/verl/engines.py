@@ -23,7 +23,7 @@ from tests.functional.verl.batches import VOCAB_SIZE
 from tests.trainers.small_model import without_masks
 
 # The batches' routes are drawn at random, so that none is the router's own choice: it cannot agree.
-replay_engine.replay = partial(replay_engine.replay, min_agreement=0)
+replay_engine.options["min_agreement"] = 0
 
 
 class OnCpu:

@@ -22,10 +22,11 @@ def fresh_process():
         "import json, sys, verl; before = 'megatron' in sys.modules; from verl.workers.engine import EngineRegistry; "
         "found = EngineRegistry.get_engine_cls('language_model', 'megatron'); "
         "print(json.dumps([before, found.__module__, 'megatron_router_replay.trainers.verl.engine' in sys.modules, "
-        "sum('WhenImported' in type(finder).__name__ for finder in sys.meta_path)])); "
+        "len(sys.modules['megatron_router_replay.trainers.seams']._finder.waiting)])); "
         # What is gone is looked for when verl's engine has been imported; its own imports have had it by then.
         "import verl.workers.engine.megatron, verl.utils.device; import megatron_router_replay.trainers.verl as ours; "
-        "verl.__version__ = '0.10.0'; del verl.utils.device.get_vendor, sys.modules[ours.ENGINE_MODULE]; ours._plug_in(); "
+        "verl.__version__ = '0.10.0'; del verl.utils.device.get_vendor, sys.modules[ours.ENGINE_MODULE]; "
+        "ours.when_imported(ours.ENGINE_MODULE, ours._register_if_possible); "
         "import verl.workers.engine.megatron; print('went on')"
     )
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
@@ -43,9 +44,9 @@ def test_verls_mode_is_the_switch(workers_1):
 
 
 def test_a_verl_that_packs_in_another_way_is_refused_unless_replay_is_off(workers_1):
-    assert workers_1.run(cases.chosen, "disabled", {}, cases.another_packer) == [STOCK]
+    assert workers_1.run(cases.chosen, "disabled", {}, cases.preprocess_bshd_engine) == [STOCK]
     with pytest.raises(WorkersError, match=r"preprocess_bshd_engine has the parameters \['input_ids', 'interleave'\]"):
-        workers_1.run(cases.chosen, "R3", {}, cases.another_packer)
+        workers_1.run(cases.chosen, "R3", {}, cases.preprocess_bshd_engine)
 
 
 def test_a_verl_without_the_registry_that_we_know_goes_on_with_a_warning(fresh_process):

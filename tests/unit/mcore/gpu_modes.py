@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 import megatron_router_replay as mrr
-from megatron_router_replay.mcore.batches.prefetch import prefetch
 from tests.support import soft_gpu
 from tests.support.soft_gpu import SoftGpu, to_gpu
 from tests.unit.mcore.tiny_chunk import (
@@ -59,6 +58,7 @@ class Asked:
         waits, pageable: in queuing, forward and backward.
         at_the_start, at_the_end: waits in opening and leaving the session.
         launches: operations of one micro-batch, the last, in queuing, forward and backward.
+        all_launches: of the session, its beginning and end too.
         wrong: decisions, and recorded tokens, that are not the trace's.
         flips: recomputed decisions that are not their forward's.
     """
@@ -68,6 +68,7 @@ class Asked:
     at_the_start: list[str] = field(default_factory=list)
     at_the_end: list[str] = field(default_factory=list)
     launches: int = 0
+    all_launches: int = 0
     races: list[str] = field(default_factory=list)
     wrong: int = 0
     flips: int = 0
@@ -145,13 +146,6 @@ def attached(chunk: Chunk) -> Iterator[Queue]:
         yield lambda number: {"routing_rows": ROWS[number]}
 
 
-def prefetched(chunk: Chunk) -> Iterator[Queue]:
-    with mrr.replay(chunk, TRACE) as session:
-        ahead = prefetch(TRACE, ROWS.unbind(0), device="cuda")
-        yield lambda number: session.microbatch(next(ahead), chunk) or {}
-        ahead.close()
-
-
 def other_stream(chunk: Chunk) -> Iterator[Queue]:
     """Queued under another current stream than the model's."""
     side = torch.cuda.Stream()
@@ -163,26 +157,6 @@ def other_stream(chunk: Chunk) -> Iterator[Queue]:
 
     with mrr.replay(chunk, TRACE) as session:
         yield queue
-
-
-def _feed(session: Any, chunk: Chunk, number: int, *, device: str, stamped: bool) -> None:
-    with _unlogged():
-        routes = mrr.stamp(ROUTES[number], IDS[number], num_experts=EXPERTS) if stamped else ROUTES[number].clone()
-        routes = routes.pin_memory() if device == "page-locked" else routes.to(device)
-        ids = IDS[number].to("cuda")
-    if stamped:
-        mrr.microbatch(chunk, routes=routes, stamped=True, token_ids=ids)
-    else:
-        mrr.microbatch(chunk, routes=routes, trust_layout=True)
-    with _unlogged():
-        routes.zero_()  # a trainer uses its memory again
-
-
-def fed(device: str, *, stamped: bool, **options: Any) -> Mode:
-    return in_session(
-        lambda chunk: mrr.replay(chunk, **options),
-        lambda session, chunk, number: _feed(session, chunk, number, device=device, stamped=stamped),
-    )
 
 
 def _on_the_gpu(chunk: Chunk, **options: Any) -> Any:
@@ -226,18 +200,13 @@ MODES: dict[str, Mode] = {
     "Megatron's record": megatron_record,
     "record": recorded,
     "replay": in_session(lambda chunk: mrr.replay(chunk, TRACE), _queue_rows),
+    "replay without agreement": in_session(lambda chunk: mrr.replay(chunk, TRACE, min_agreement=0), _queue_rows),
     "attached": attached,
-    "prefetched": prefetched,
     "some live": in_session(_some_live, _queue_rows),
     "verify": in_session(lambda chunk: mrr.replay(chunk, TRACE, verify=True), _queue_rows),
     "trace on the GPU": in_session(_on_the_gpu, _queue_gpu_rows),
     "trace on the GPU, all routed": in_session(lambda chunk: _on_the_gpu(chunk, min_replayed=1.0), _queue_gpu_rows),
     "rows on the GPU": in_session(lambda chunk: mrr.replay(chunk, TRACE), _queue_all_on_the_gpu),
-    "fed from the host": fed("cpu", stamped=False),
-    "fed from the host, stamped": fed("cpu", stamped=True),
-    "fed from page-locked memory, stamped": fed("page-locked", stamped=True),
-    "fed on the GPU": fed("cuda", stamped=False),
-    "fed on the GPU, stamped, all routed": fed("cuda", stamped=True, min_replayed=1.0),
     "another stream": other_stream,
     "freeze": in_session(lambda chunk: mrr.freeze_recompute(chunk), lambda *args: None),
     "drop-in": drop_in,
@@ -259,6 +228,7 @@ def ask(name: str, recompute: str, **options: Any) -> dict[str, Any]:
             with gpu.logged() as log:
                 queue = mode.__enter__()
             asked.at_the_start += log.waits
+            asked.all_launches += log.kernels
             for number in range(NUM):
                 with gpu.logged() as log:
                     others = queue(number)
@@ -269,9 +239,11 @@ def ask(name: str, recompute: str, **options: Any) -> dict[str, Any]:
                 asked.waits += log.waits
                 asked.pageable += log.pageable
                 asked.launches = log.kernels
+                asked.all_launches += log.kernels
             with gpu.logged() as log:
                 mode.__exit__(None, None, None)
             asked.at_the_end += log.waits
+            asked.all_launches += log.kernels
         on_host = {key: [routing_map.cpu() for routing_map in maps] for key, maps in seen.items()}
         asked.flips = flips(on_host)
         if name not in LIVE_MODES:
@@ -295,22 +267,17 @@ def told_late(what: str) -> str:
     with SoftGpu():
         chunk: Any = to_gpu(Chunk(LAYERS))
         trace, rows, ids = TRACE.to("cuda"), ROWS[0].to("cuda"), IDS[0].to("cuda")
-        sealed = what == "another token sealed"
-        if what != "nothing" and not sealed:
+        if what != "nothing":
             rows[0, 1] = -1
         if what.startswith("another token"):
             ids[1, 2] += 1
             # Not compared: a position without a row, and one whose row the trace knows no token of.
-            ids[0, 1] += not sealed
-            ids[0, 3] += not sealed
+            ids[0, 1] += 1
+            ids[0, 3] += 1
             trace = TRACE._with(token_ids=TRACE.token_ids.index_fill(0, torch.tensor(3), -1)).to("cuda")
-        least = 1.0 if what in ("nothing", "no route") or sealed else 0
-        session = mrr.replay(chunk, None if sealed else trace, min_replayed=least)
-        if sealed:
-            routes = mrr.stamp(ROUTES[0], IDS[0], num_experts=EXPERTS).to("cuda")
-            mrr.microbatch(chunk, routes=routes, stamped=True, token_ids=ids)
-        else:
-            session.microbatch(rows, chunk, token_ids=ids if what == "another token queued" else None)
+        least = 1.0 if what in ("nothing", "no route") else 0
+        session = mrr.replay(chunk, trace, min_replayed=least)
+        session.microbatch(rows, chunk, token_ids=ids if what == "another token queued" else None)
         chunk(ids)
         try:
             session.close()

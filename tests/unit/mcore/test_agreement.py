@@ -1,42 +1,37 @@
-"""How the live router agrees with replayed routes: counted by hand, folded, and judged."""
+"""Agreement of the live router with replayed routes: counts by hand, and the sums of ranks."""
 
 import re
 import warnings
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 import megatron_router_replay as mrr
 from megatron_router_replay import checks
 from megatron_router_replay.mcore.sessions import agreement
-from megatron_router_replay.mcore.sessions.agreement import ALL, Agreement, Unit, count_rows, sum_parts
+from megatron_router_replay.mcore.sessions.agreement import PAIRS, Agreement, count_rows, number_windows
 from tests.unit.mcore.tiny_chunk import ROWS, Chunk, random_trace, tokens
 
 LAYERS = 4
 
 
-def module(num_layers=LAYERS):
-    return SimpleNamespace(
-        index=0, module=torch.nn.Identity(), replayed_routers=range(num_layers), sequence_share=(0, 1)
+def asking(*, experts=8, topk=2, rank=0, sharing=(0, 1, 0), share=(0, 1)):
+    made = Agreement(topk=topk, num_experts=experts, num_layers=LAYERS, least=0.25, every_layer=False, rank=rank)
+    made.chunk = SimpleNamespace(
+        index=0,
+        module=torch.nn.Identity(),
+        replayed_routers=range(LAYERS),
+        row_sharing=sharing,
+        sequence_share=share,
     )
-
-
-def asking(chunk=None, *, experts=8, topk=2, rank=0):
-    made = Agreement(
-        topk=topk, num_experts=experts, num_layers=LAYERS, least=0.25, every_layer=False, rank=rank, source="routes"
-    )
-    made.chunk = chunk or module()
     made.next_layer(made.chunk)
     return made
 
 
-def ask(asks, live, used, *, number=0, layer=1, sequences=1, cu_seqlens=None, share=(0, 1), counts=None):
-    shape = (len(live) // sequences, sequences)
-    microbatch = SimpleNamespace(number=number, shape=shape, cu_seqlens=cu_seqlens)
-    asks.chunk.sequence_share = share
-    asks.add(microbatch, asks.chunk, layer, live, used.to(torch.uint8), counts)
+def ask(asks, live, used, *, number=0, layer=1, sequences=1, cu_seqlens=None, counts=None):
+    microbatch = SimpleNamespace(number=number, shape=(len(live) // sequences, sequences), cu_seqlens=cu_seqlens)
+    asks.add(microbatch, asks.chunk, layer, live, used, counts)
 
 
 def routes(rows, seed=0, *, experts=8, topk=2, noise=0.1):
@@ -47,65 +42,99 @@ def routes(rows, seed=0, *, experts=8, topk=2, noise=0.1):
     return scores.topk(topk, dim=1).indices, other.topk(topk, dim=1).indices
 
 
-def problems(*asks, least=0.25):
-    return agreement.problems([each.numbers() for each in asks], least)
+def found(*asks, least=0.25):
+    """Return the problem that the ranks of a session raise, or "", and whether they warn."""
+    everyone = [each.numbers() for each in asks]
+    return "".join(agreement.problems(everyone, least)), bool(agreement.warning(everyone))
 
 
-def test_rows_are_counted_as_by_hand_and_those_that_do_not_count_load_no_expert():
+# ---- counting
+def test_rows_are_counted_as_by_hand_and_rows_that_do_not_count_load_no_expert():
     live, used = routes(40)
     counts = torch.arange(40) % 3 != 0
-    table = torch.randint(1 << 16, (16,), generator=torch.Generator().manual_seed(0))
-    overlap, chance, _, counted = count_rows(torch.cat([live, used], 1).to(torch.uint8), counts, table)
+    share = (counts / counts.sum()).repeat_interleave(2)
+    codes = torch.randint(1 << 16, (2, 8), generator=torch.Generator().manual_seed(0))
+    counted, pairs = count_rows(live, used, torch.ones(40), share, codes)
     load = torch.bincount(live[counts].flatten(), minlength=8) / counts.sum()
-    assert overlap.tolist() == [len({*one} & {*other}) for one, other in zip(live.tolist(), used.tolist())]
-    assert torch.allclose(chance, load[used].sum(1), atol=1e-3)
-    assert counted.tolist() == counts.tolist()
+    overlap = torch.tensor([len({*one} & {*other}) for one, other in zip(live.tolist(), used.tolist())])
+    chance = load[used].sum(1)
+    expected = torch.stack([torch.ones(40), overlap - chance, 2 - overlap, 2 - chance], 1)
+    assert torch.allclose(counted, expected, atol=1e-5)
+    swapped = count_rows(live.flip(1), used.flip(1), torch.ones(40), share, codes)[1]
+    assert torch.equal(swapped, pairs), "whatever the order of experts"
+    assert not torch.equal(count_rows(used, live, torch.ones(40), share, codes)[1], pairs)
 
 
-def test_pairs_of_routes_are_told_apart_whatever_the_order_of_their_experts():
-    ids = torch.tensor([[0, 1, 2, 3], [1, 0, 3, 2], [2, 3, 0, 1], [0, 1, 2, 4]], dtype=torch.uint8)
-    codes = count_rows(ids, None, torch.arange(16) ** 3 * 7919 % 256)[2].tolist()
-    assert codes[0] == codes[1]
-    assert len(set(codes)) == 3
+def test_rows_that_do_not_count_are_not_judged():
+    live, used = routes(200)
+    counts = torch.arange(200) < 100
+    used[~counts] = used[~counts].roll(1, 0)
+    asks = asking()
+    ask(asks, live, used, counts=counts)
+    assert asks.report().all_layers > 0.85
+    assert asks.report().layers[1].rows == 100
+    ask(asks, live, used, counts=torch.zeros(200, dtype=torch.bool), number=1)
+    assert asks.report().layers[1].rows == 100, "and none is no number that spoils others"
+    assert asks.report().all_layers > 0.85
 
 
-@pytest.mark.parametrize(("rows", "sizes"), [(20, [20]), (191, [191]), (192, [96, 96]), (400, [100] * 4), (0, [0])])
-def test_a_sample_is_cut_into_parts_of_the_rows_that_count(rows, sizes):
-    counted = np.ones((5, rows + 7), dtype=np.float32)
-    counted[3, :7] = 0  # rows that do not count
-    sums, first = sum_parts(counted, 3)  # the first and the last sample have no row
-    assert first.tolist() == [0, 1, 1 + len(sizes)]
-    assert sums[1:-1, :, 0].sum(1).tolist() == sizes
-    assert sums[:, :, :2].sum() == 2 * rows
+STARTS = [0, 550, 550, 750, 1200]
+"""Of packed sequences: three, and one without a token."""
 
 
-# ---- what raises, what warns, what neither does
+@pytest.mark.parametrize(("tp_size", "cp_size"), [(1, 1), (1, 2), (3, 1), (2, 2)])
+def test_windows_are_128_positions_of_one_sequence(tp_size, cp_size):
+    n, device = 1200 // tp_size, torch.device("cpu")
+    for rank in range(tp_size):
+        lengths = torch.tensor(STARTS, dtype=torch.int32) * cp_size
+        windows = number_windows((n, 1), (rank, tp_size), lengths, device)
+        lengths.zero_()  # a trainer's buffer, which gets the lengths of the next micro-batch
+        expected = []
+        for row in range(n):
+            sequence = sum(row + rank * n >= end for end in STARTS[1:])
+            expected.append((sequence, (row - max(0, STARTS[sequence] - rank * n)) // 128))
+        window = windows.keys // PAIRS
+        assert windows.sequence[window].tolist() == [sequence for sequence, _ in expected]
+        assert int(window.max()) < len(windows.sequence)
+        names = dict(zip(window.tolist(), expected))
+        assert [names[number] for number in window.tolist()] == expected, "a window has one name"
+        assert len(names) == len(set(expected)), "and a name one window"
 
 
-def right(live, used):
-    return used
+def test_windows_of_a_batch_are_128_positions_of_one_column():
+    windows = number_windows((300, 2), (0, 1), None, torch.device("cpu"))
+    assert windows.keys.view(300, 2)[[0, 127, 128, 299]].tolist() == [[0, 256], [0, 256], [512, 768], [1024, 1280]]
+    assert windows.sequence.tolist() == [0, 1] * 3
 
 
+# ---- wrong routes
 def one_late(live, used):
     return used.roll(1, 0)
 
 
-def constant(live, used):
-    return torch.arange(used.shape[1]).expand_as(used)
-
-
-def permuted(live, used):
-    return (used + 3) % 8
-
-
 WRONG = {
-    # what was done to routes -> in which layers, in which micro-batches, what is said
-    "right": (right, {}, {}, None),
-    "every layer one late": (one_late, {1, 2, 3, 4}, {0, 1, 2}, "in every layer that was judged"),
-    "a constant layer": (constant, {3}, {0, 1, 2}, "in 1 of 4 layers: 3 "),
-    "a layer with other ids": (permuted, {2}, {0, 1, 2}, "in 1 of 4 layers: 2 "),
-    "a micro-batch one late": (one_late, {1, 2, 3, 4}, {1}, r"in 2 of 6 samples, .* in rank 0, .* micro-batch 1,"),
-    "a lone sample": (one_late, {1}, {1}, r"in 1 of 6 samples, .* micro-batch 1, sequence 0:"),
+    # damage -> how, in which layers, in which micro-batches, the message
+    "right": (lambda live, used: used, {}, {}, ""),
+    "every layer one late": (one_late, {1, 2, 3, 4}, {0, 1, 2}, "in 4 of 4 layers"),
+    "a constant layer": (
+        lambda live, used: torch.arange(used.shape[1]).expand_as(used),
+        {3},
+        {0, 1, 2},
+        "in 1 of 4 layers",
+    ),
+    "a layer with other ids": (lambda live, used: (used + 3) % 8, {2}, {0, 1, 2}, "in 1 of 4 layers"),
+    "a micro-batch one late": (
+        one_late,
+        {1, 2, 3, 4},
+        {1},
+        r"in 8 of 24 samples .* micro-batch 1, .*routes of other tokens",
+    ),
+    "a lone sample": (
+        one_late,
+        {1},
+        {1},
+        r"in 1 of 24 samples .*rank 0, chunk 0, micro-batch 1, layer 1, sequence 0 \(-?\d+%\)",
+    ),
 }
 
 
@@ -114,7 +143,7 @@ WRONG = {
 def test_wrong_routes_raise_and_name_their_place(case, topk):
     damage, layers, numbers, message = WRONG[case]
     if (case, topk) == ("a lone sample", 1):
-        message = None  # two hundred decisions less those of chance are too few: it warns
+        message = ""  # two hundred decisions less those of chance are too few: it warns
     asks = asking(topk=topk)
     for number in range(3):
         for layer in range(1, LAYERS + 1):
@@ -124,65 +153,78 @@ def test_wrong_routes_raise_and_name_their_place(case, topk):
                 if case == "a lone sample":
                     used[1::2] = live[1::2]
             ask(asks, live, used, number=number, layer=layer, sequences=2)
-    told = [asks.numbers()]
-    found = agreement.problems(told, 0.25)
-    assert bool(found) == bool(message)
-    assert not agreement.problems(told, 0), "min_agreement=0 is off"
-    if message:
-        assert len(found) == 1
-        assert "min_agreement=0 says it" in found[0]
-        assert re.search(message, found[0]), found[0]
-    assert bool(agreement.warning(told)) == (case != "right")
+    problem, warns = found(asks)
+    assert bool(problem) == bool(message)
+    assert re.search(message, problem), problem
+    assert found(asks, least=0)[0] == "", "min_agreement=0 is off"
+    assert warns == (case != "right")
 
 
-@pytest.mark.parametrize(("cp_size", "share"), [(1, (0, 1)), (2, (0, 1)), (1, (1, 2))], ids=["", "cp", "sp"])
-def test_samples_of_a_packed_row_are_judged_apart(cp_size, share):
+def test_low_layers_name_every_layer_and_both_causes_and_no_switch():
+    asks = asking()
+    for layer, wrong in ((1, 0.9), (2, 0.85), (3, 0.65), (4, 0.0)):
+        live, used = routes(2000, layer)
+        changed = torch.arange(2000) < wrong * 2000
+        used[changed] = one_late(live, used)[changed]
+        ask(asks, live, used, layer=layer)
+    problem, _ = found(asks)
+    assert re.search(
+        r"in 2 of 4 layers \(1: \d+%, 2: \d+%, 3: \d\d%, 4: \d\d%\)\. .*other weights.*other rows or layers", problem
+    )
+    assert "min_agreement=0 " not in problem + "."
+    assert "changed places" not in problem
+
+
+def test_one_of_the_packed_samples_that_is_wrong_raises():
     live, used = routes(1200)
-    used[550:750] = one_late(live[550:750], used[550:750])  # one of three samples
-    starts = torch.tensor([0, 550, 750, 1200], dtype=torch.int32)
+    used[550:750] = one_late(live[550:750], used[550:750])
     whole, packed = asking(), asking()
     ask(whole, live, used)
-    begins = (starts + share[0] * 1200) * cp_size
-    before = [] if share[0] == 0 else [torch.zeros(1, dtype=torch.int32)]
-    lengths = torch.cat([*before, begins])
-    ask(packed, live, used, cu_seqlens=lengths, share=share)
-    lengths.fill_(1200)  # a trainer's buffer, which gets the lengths of the next micro-batch
-    assert (problems(whole), whole.numbers()["least"][0] < 0.25) == ([], True), "diluted"
-    assert "in 1 of 3 samples" in problems(packed)[0]
-    assert f"micro-batch 0, sequence {1 + share[0]}:" in problems(packed)[0]
-
-
-def test_layers_of_two_micro_batches_that_run_by_turns_are_judged_apart():
-    asks = asking()
-    for layer in range(1, LAYERS + 1):
-        for number in range(2):
-            live, used = routes(30, 10 * number + layer)  # too short a sample to be judged in one layer
-            ask(asks, live, one_late(live, used) if number else used, number=number, layer=layer)
-    assert asks.numbers()["low"][:2] == [1, 2]
+    ask(packed, live, used, cu_seqlens=torch.tensor(STARTS, dtype=torch.int32))
+    assert re.search(r"in 1 of 3 samples .* sequence 2 ", found(packed)[0])
+    live, used = routes(2048)
+    used[1024:] = used[1024]  # half of a sample repeats one route
+    half = asking()
+    ask(half, live, used)
+    assert "in 1 of 1 samples" in found(half)[0]
 
 
 @pytest.mark.parametrize(("samples", "raises"), [(1000, True), (3000, True), (4000, False)])
 def test_what_is_low_must_have_more_evidence_in_a_session_of_thousands_of_samples(samples, raises):
-    told = {"layers": {}, "low": [2, samples, 600.0], "least": [0.1, "rank 0"]}
+    told = {"replica": 0, "layers": {}, "low": [samples, 2, 600.0], "least": [0.1, "rank 0"], "parts": []}
     assert bool(agreement.problems([told], 0.25)) == raises
 
 
+# ---- legal routes
 def test_a_run_of_one_token_at_a_near_tie_is_no_evidence():
     asks = asking(topk=1)
     ask(asks, torch.zeros(4000, 1, dtype=torch.int64), torch.ones(4000, 1, dtype=torch.int64))
-    assert problems(asks) == []
-    assert (asks.report().judged, asks.report().least_sample) == ({}, None)
-    live, used = routes(191)  # and no run drowns the rows around it
+    assert found(asks) == ("", False)
+    report = asks.report()
+    assert (report.judged, report.least_sample, report.samples, report.samples_not_judged) == ({}, None, 1, 1)
+    live, used = routes(128)  # and no run drowns the rows around it
     used[40:], live[40:] = torch.tensor([0, 1]), torch.tensor([2, 3])
     asks = asking()
     ask(asks, live, used)
-    assert asks.numbers()["low"][:2] == [0, 1]
-    assert 0.4 < asks.report().least_sample < 0.7, "the run is an eighth of 191 rows, beside 40 that agree"
+    assert 0.5 < asks.report().least_sample < 0.9
     used[:40] = used[:40].roll(1, 0)  # one that agrees counts in full
     used[40:] = live[40:]
     asks = asking()
     ask(asks, live, used)
     assert asks.report().least_sample > 0.4
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_long_loop_of_few_near_ties_counts_once(ranks):
+    """Each window of it is low; a window alone has enough evidence."""
+    generator = torch.Generator().manual_seed(0)
+    loop = torch.rand(8, 32, generator=generator).topk(4).indices[torch.arange(4096) % 8]
+    asks = [asking(experts=32, topk=4, rank=rank, sharing=(0, ranks, 0)) for rank in range(ranks)]
+    for each, part in zip(asks, loop.chunk(ranks)):
+        filler, _ = routes(4096, experts=32, topk=4)  # another sample, or all tokens are as chance has them
+        live = torch.stack([part, filler[: len(part)]], 1).flatten(0, 1)
+        ask(each, live, torch.stack([(part + 16) % 32, filler[: len(part)]], 1).flatten(0, 1), sequences=2)
+    assert found(*asks) == ("", True)
 
 
 @pytest.mark.parametrize("hot_share", [0.5, 0.9, 0.98])
@@ -194,11 +236,9 @@ def test_a_top_1_router_with_a_hot_expert_is_legal(hot_share):
             scores = torch.randn(400, 8, generator=generator)
             margin = scores[:, 1:].max(1).values - scores[:, 0]
             scores[:, 0] += margin.quantile(hot_share)
-            live = scores.topk(1).indices
             used = (scores + 0.1 * torch.randn(scores.shape, generator=generator)).topk(1).indices
-            ask(asks, live, used, number=number, layer=number % 4 + 1, sequences=2)
-        told = [asks.numbers()]
-        assert (agreement.problems(told, 0.25), agreement.warning(told)) == ([], None)
+            ask(asks, scores.topk(1).indices, used, number=number, layer=number % 4 + 1, sequences=2)
+        assert found(asks) == ("", False)
 
 
 @pytest.mark.parametrize(("rows", "judged"), [(31, 0), (32, 1)])
@@ -207,6 +247,7 @@ def test_a_sample_of_fewer_than_32_rows_is_not_judged(rows, judged):
     asks = asking(experts=64, topk=8)
     ask(asks, live, one_late(live, used))
     assert asks.numbers()["low"][:2] == [judged, judged]
+    assert asks.report().samples_not_judged == 1 - judged
 
 
 @pytest.mark.parametrize(("experts", "low"), [(5, 0), (6, 1)])
@@ -217,54 +258,58 @@ def test_a_block_of_few_different_routes_is_not_judged(experts, low):
     assert asks.numbers()["low"][:2] == [low, low]
 
 
-def test_rows_that_do_not_count_are_not_judged():
-    live, used = routes(200)
-    counts = torch.arange(200) < 100
-    used[~counts] = used[~counts].roll(1, 0)
-    asks = asking()
-    ask(asks, live, used, counts=counts)
-    assert asks.report().all_layers > 0.85
-    assert asks.report().layers[1].rows == 100
+# ---- ranks
+def one_wrong_sample(seed, tp_size):
+    """Ranks of a session of 24 samples of 95 rows and one of padding; one sample of a micro-batch is of other tokens."""
+    asks = [asking(experts=32, topk=8, rank=rank, sharing=(0, tp_size, 0)) for rank in range(tp_size)]
+    counts = (torch.arange(96) < 95).unsqueeze(1).expand(96, 8)
+    for number in range(3):
+        live, used = (x.view(96, 8, 8).clone() for x in routes(96 * 8, 10 * seed + number, experts=32, topk=8))
+        if number == 1:
+            used[:, 5] = used[:, 5].roll(7, 0)
+        for each, *parts in zip(asks, *(x.chunk(tp_size) for x in (live, used, counts))):
+            live_part, used_part, counted = (part.flatten(0, 1) for part in parts)
+            ask(each, live_part, used_part, counts=counted, number=number, layer=number + 1, sequences=8)
+    return asks
 
 
-def test_a_layer_with_too_few_rows_is_judged_with_those_of_the_sessions_before():
-    chunk, judged = module(), []
-    for session in range(8):
-        asks = asking(chunk)
-        live, used = routes(16, session)
-        ask(asks, live, one_late(live, used) if session < 3 else used, layer=2)
-        judged.append([Unit(*sums).rows for sums in asks.numbers()["layers"].values()])
-    assert judged == [[], [], [48], [], [], [48], [], []]
-    assert asking(module()).numbers()["layers"] == {}, "another chunk has nothing of it"
+@pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
+def test_one_wrong_sample_of_95_rows_raises_however_many_ranks_share_it(tp_size):
+    for seed in range(10):
+        problem, _ = found(*one_wrong_sample(seed, tp_size))
+        assert re.search(r"in \d of \d+ samples in a layer, .*micro-batch 1, layer 2, sequence 5 ", problem)
+        assert ("those that share its sequences" in problem) == (tp_size > 2)
 
 
-def test_the_rotation_goes_on_from_session_to_session_and_is_a_chunks_own():
-    chunk, other = module(), module()
-    asked = []
-    for _ in range(2):
-        asks = Agreement(topk=2, num_experts=8, num_layers=4, least=0.25, every_layer=False, rank=0, source="")
-        asked += [asks.next_layer(chunk) for _ in range(3)]
-    assert asked == [ALL, 0, 1, 2, 3, 0]
-    assert asks.next_layer(other) == ALL
+@pytest.mark.parametrize("wrong", [False, True])
+def test_few_wrong_rows_on_each_of_many_ranks_add_up(wrong):
+    asks = [asking(rank=rank, sharing=(0, 1, rank)) for rank in range(64)]
+    for rank, each in enumerate(asks):
+        live, used = routes(12, rank)
+        ask(each, live, one_late(live, used) if wrong else used)
+    problem, _ = found(*asks)
+    assert ("in 1 of 1 layers" in problem) == wrong
+    assert [each.report().samples_not_judged for each in asks] == [1] * 64
 
 
-def test_a_long_session_folds_what_it_holds_and_says_the_same(monkeypatch):
-    told = []
-    for limit in (1 << 20, 300):
-        monkeypatch.setattr(agreement, "FOLD_ROWS", limit)
-        asks, waiting = asking(), []
-        for number in range(12):
-            live, used = routes(200, number)
-            ask(asks, live, one_late(live, used) if number == 7 else used, number=number, layer=number % 4 + 1)
-            waiting.append(len(asks._asked))
-        told.append(asks.numbers())
-        assert max(waiting) == (12 if limit > 300 else 2)
-    for layer, sums in told[0]["layers"].items():
-        assert told[1]["layers"][layer] == pytest.approx(sums)
-    assert {**told[0], "layers": None} == {**told[1], "layers": None}
+def test_ranks_with_the_same_rows_count_once_and_one_that_is_wrong_alone_raises():
+    for wrong, raises, warns in (({0, 1, 2, 3}, False, True), ({2}, False, True), ({}, False, False)):
+        asks = [asking(rank=rank, sharing=(rank, 1, 0)) for rank in range(4)]
+        for rank, each in enumerate(asks):
+            for layer in range(1, LAYERS + 1):
+                live, used = routes(2 * 100, layer)
+                if rank in wrong and layer == 1:
+                    used[::2] = one_late(live[::2], used[::2])  # 100 rows: 175 decisions beyond chance
+                ask(each, live, used, layer=layer, sequences=2)
+        assert (bool(found(*asks)[0]), found(*asks)[1]) == (raises, warns), wrong
+    asks = [asking(rank=rank, sharing=(rank, 1, 0)) for rank in range(4)]
+    for rank, each in enumerate(asks):
+        live, used = routes(400)
+        ask(each, live, one_late(live, used) if rank == 2 else used)
+    assert "in 1 of 1 layers" in found(*asks)[0]
 
 
-def test_layers_add_up_over_ranks_and_failing_parts_of_all_of_them_raise_together():
+def test_layers_add_up_over_ranks_and_failing_samples_of_all_of_them_raise_together():
     ranks = []
     for rank in range(4):
         asks = asking(rank=rank)
@@ -272,21 +317,13 @@ def test_layers_add_up_over_ranks_and_failing_parts_of_all_of_them_raise_togethe
             live, used = routes(100, 10 * rank + number)
             ask(asks, live, one_late(live, used) if rank < 3 and number else used, number=number, layer=1 + rank // 2)
         ranks.append(asks)
-    (problem,) = problems(*ranks)
-    assert "in 3 of 8 samples" in problem
-
-
-def test_a_layer_of_one_rank_that_is_wrong_raises_on_all():
-    everyone = [{"layers": {str(layer): [100, 100, 150, 99]}, "low": [0, 1, 0.0], "least": [1.0, ""]}
-                for layer in (1, 2)]  # fmt: skip
-    everyone[1]["layers"]["3"] = [100, 10, 150, 99]
-    (problem,) = agreement.problems(everyone, 0.25)
-    assert "in 1 of 3 layers: 3 (7%)" in problem
+    assert "in 3 of 8 samples" in found(*ranks)[0]
+    told = [each.numbers() for each in ranks]
+    told[0] = {**told[0], "layers": {"3": [100, 10, 150, 99]}}  # as it comes through JSON
+    assert re.search(r"in 1 of 3 layers \(.*3: 7%\)", agreement.problems(told, 0.25)[0])
 
 
 # ---- in a session
-
-
 def test_every_session_asks_one_layer_a_micro_batch_and_all_in_the_first():
     chunk = Chunk()
     counted = []
@@ -307,6 +344,28 @@ def test_every_session_asks_one_layer_a_micro_batch_and_all_in_the_first():
     assert session.report.agreement is None
 
 
+def test_the_rotation_goes_on_from_session_to_session_and_is_a_chunks_own():
+    chunk, other = asking().chunk, asking().chunk
+    layers = []
+    for _ in range(2):
+        asks = Agreement(topk=2, num_experts=8, num_layers=4, least=0.25, every_layer=False, rank=0)
+        layers += [asks.next_layer(chunk) for _ in range(3)]
+    assert layers == [0, 1, 2, 3, 0, 1]
+    assert asks.next_layer(other) == 0
+
+
+def test_a_session_that_is_not_judged_leaves_nothing_to_the_next():
+    chunk = Chunk()
+    right = recorded(Chunk(), 1)
+    wrong = mrr.RoutingTrace(topk_indices=right.topk_indices.roll(7, 0), layer_numbers=range(1, 4), num_experts=8)
+    for trace, options in ((wrong, {"min_agreement": 0, "ask_every_layer": True}), (right, {"ask_every_layer": True})):
+        for start in (0, 12, 24):
+            with mrr.replay(chunk, trace, **options) as session:
+                session.microbatch(torch.arange(start, start + 12).view(1, 12))
+                chunk(tokens(2, 24, seed=0)[start // 24 : start // 24 + 1, start % 24 : start % 24 + 12], 0)
+            assert session.report.agreement.judged == {}
+
+
 def recorded(chunk, number):
     with mrr.record(chunk) as recording:
         for i in range(number):
@@ -315,25 +374,20 @@ def recorded(chunk, number):
     return recording.trace()
 
 
-@pytest.mark.parametrize("fed", [False, True])
-def test_a_recording_agrees_and_one_of_other_weights_raises_unless_that_was_meant(fed):
+def test_a_recording_agrees_and_one_of_other_weights_raises_unless_that_was_meant():
     right, wrong = recorded(Chunk(), 4), recorded(Chunk(seed=1), 4)
     for trace, least in ((right, 0.5), (wrong, 0.25), (wrong, 0)):
         chunk = Chunk()
-        session = mrr.replay(chunk, None if fed else trace, min_agreement=least)
+        session = mrr.replay(chunk, trace, min_agreement=least)
         for number in range(4):
             rows = torch.arange(48).view(2, 24) + 48 * number
-            if fed:
-                mrr.microbatch(chunk, routes=trace.topk_indices[rows], trust_layout=True)
-            else:
-                session.microbatch(rows)
+            session.microbatch(rows)
             chunk(tokens(2, 24, seed=number), number)
         if trace is wrong and least:
-            with pytest.raises(mrr.RouterReplayError, match=r"in every layer that was judged .*weight_versions="):
+            with pytest.raises(mrr.RouterReplayError, match=r"in 3 of 3 layers .*other weights"):
                 session.close()
         else:
             session.close()
-    assert Unit(2, 2.0, 3.0).agreement == pytest.approx(2 / 3)
 
 
 def test_routes_that_agree_little_are_warned_of_once(monkeypatch):

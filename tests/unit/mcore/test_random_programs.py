@@ -3,7 +3,7 @@
 A program is a random sequence of what trainers do: forwards of several micro-batches under any kind of checkpoint, called
 through a wrapper, itself or through `.forward`, backwards in any order and of several at once, in-place changes of outputs,
 failures that are caught, the package's own errors among them, evaluations, dropped graphs, graphs used twice, sessions of
-every kind inside each other and left early, micro-batches queued ahead, routes that are fed with or without a stamp, a choice
+every kind inside each other and left early, micro-batches queued ahead, a choice
 of decisions to replay, backwards on other threads. Between any two steps the routers may get other weights. Which forward a
 recompute belongs to is read off a number that travels through the model, never asked of the package.
 
@@ -115,7 +115,7 @@ class Program:
                 raise
 
     def open(self) -> None:
-        kind = self.random.choice(["freeze", "record", "replay", "fed"])
+        kind = self.random.choice(["freeze", "record", "replay"])
         self.log.append(f"open {kind}")
         verify = self.random.random() < 0.3
         if kind == "freeze":
@@ -209,18 +209,8 @@ class Program:
         return rows
 
     def give(self, session: Any, rows: Tensor, input_ids: Tensor) -> None:
-        """Queue a micro-batch at the session's own door: rows into its trace, or the routes of these rows."""
-        trace = self.traces.get(session)
-        if trace is None or session._trace is not None:
-            session.microbatch(rows)
-            return
-        routed = (rows >= 0) & trace.replay_mask[rows.clamp(min=0)]
-        routes = torch.where(routed[..., None, None], trace.topk_indices[rows.clamp(min=0)].long(), -1)
-        if self.random.random() < 0.5:
-            routes = mrr.stamp(routes, input_ids, num_experts=trace.num_experts)
-            mrr.microbatch(self.wrapper, routes, stamped=True, token_ids=input_ids, ahead=True)
-        else:
-            mrr.microbatch(self.wrapper, routes, trust_layout=True, ahead=True)
+        """Queue a micro-batch."""
+        session.microbatch(rows)
 
     def backward(self) -> None:
         waiting = [forward for forward in self.forwards.values() if forward.loss is not None]

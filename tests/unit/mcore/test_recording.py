@@ -6,7 +6,6 @@ import torch.distributed as dist
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
-from megatron_router_replay.mcore.batches.prefetch import prefetch
 from megatron_router_replay.mcore.core.hooks import sources_of
 from tests.unit.mcore.tiny_chunk import (
     EXPERTS,
@@ -139,22 +138,6 @@ def test_padding_is_counted_apart_and_its_experts_are_not_recorded():
     report = recording.report
     assert (report.rows_replayed, report.rows_live, report.rows_padding, report.tokens) == (0, 6, 2, 8)
     assert recording.trace().replay_mask.tolist() == [True, True, True, False, True, True, True]
-
-
-def test_prefetched_routes_are_for_a_replay_of_their_trace():
-    trace = random_trace(8)
-    (routes,) = prefetch(trace, [ROWS])
-    chunk = Chunk()
-    with pytest.raises(LayoutError, match="a recording takes routing_rows"):
-        mrr.record(chunk).microbatch(routes)
-    mrr.close_sessions(chunk)
-    with pytest.raises(LayoutError, match="prefetched from another trace"):
-        mrr.replay(chunk, random_trace(8)).microbatch(routes)
-    mrr.close_sessions(chunk)
-    with watched(chunk) as seen, mrr.replay(chunk, trace) as session:
-        session.microbatch(routes)
-        chunk(tokens())
-    assert wrong_replays(seen, trace) == 0
 
 
 # Traces that are not of this model

@@ -72,18 +72,18 @@ CHOSEN = SessionReport(
     rows_live=3,
     rows_padding=1,
     rows_repeated=4,
-    layout_proved=False,
     forwards=2,
 )
 AGREEMENT = LiveAgreement(
     layers={1: Unit(90, 130, 140, 65), 2: Unit(90, 140, 140, 65), 3: Unit(3, 5, 5, 5)},
     num_layers=4,
     least_sample=0.875,
-    source="the trace's routes",
+    samples=9,
+    samples_not_judged=2,
 )
 
 
-def test_the_text_of_a_replay_says_what_is_not_proved():
+def test_the_text_of_a_replay_has_its_counts():
     assert str(CHOSEN).splitlines() == [
         "router replay: 2 routers, 1 micro-batches",
         "  forwards / recomputes  2  / 0",
@@ -91,7 +91,6 @@ def test_the_text_of_a_replay_says_what_is_not_proved():
         "  tokens routed live     3",
         "  padding                1",
         "  rows named twice       4  (two tokens got one token's routes)",
-        "  layout of routes          not proved: mrr.stamp them where the rollout enters",
     ]
     assert CHOSEN.replayed_share == 6 / 9
 
@@ -106,7 +105,6 @@ def test_the_numbers_that_a_logger_gets_are_these_and_no_others():
         "r/rows_padding": 1.0,
         "r/rows_repeated": 4.0,
         "r/segments_ambiguous": 0.0,
-        "r/layout_proved": 0.0,
         "r/forwards": 2.0,
         "r/recomputes": 0.0,
         "r/replayed_share": 6 / 9,
@@ -131,7 +129,7 @@ def test_the_first_line_says_how_the_live_router_agrees_and_a_logger_gets_it():
     assert report.reduce() == report, "of one process"
     assert str(report).splitlines()[0] == (
         f"{str(REPLAY).splitlines()[0]}; the live router agrees with 96.5% of the trace's routes "
-        "(least layer 93%, least sample 88%; 2 of 4 layers judged)"
+        "(least layer 93%, least sample 88%, 2 of 4 layers judged, 7 of 9 samples)"
     )
     assert str(report).splitlines()[1:] == str(REPLAY).splitlines()[1:]
     numbers = {name: value for name, value in report.metrics("r/").items() if name not in REPLAY.metrics("r/")}
@@ -139,10 +137,13 @@ def test_the_first_line_says_how_the_live_router_agrees_and_a_logger_gets_it():
         "r/agreement": 275 / 285,
         "r/agreement_least_layer": 130 / 140,
         "r/agreement_least_sample": 0.875,
+        "r/agreement_samples_not_judged": 2.0,
     }
-    asked_nothing = replace(AGREEMENT, layers={}, least_sample=None)
-    assert "was asked about no row" in str(asked_nothing)
-    assert replace(REPLAY, agreement=asked_nothing).metrics() == REPLAY.metrics()
+    no_row = replace(AGREEMENT, layers={}, least_sample=None, samples=0)
+    assert "was compared in no row" in str(no_row)
+    assert replace(REPLAY, agreement=no_row).metrics() == REPLAY.metrics()
+    few = replace(AGREEMENT, layers={3: Unit(3, 5, 5, 5)}, least_sample=None)
+    assert str(few).endswith("(0 of 4 layers judged, 7 of 9 samples)")
 
 
 def summed(*reports):
@@ -167,13 +168,14 @@ def test_agreement_adds_up_over_ranks_that_hold_the_same_layers_and_others():
         layers={1: Unit(90, 0, 140, 65), 9: Unit(9, 9, 9, 9)},
         num_layers=2,
         least_sample=None,
-        source="the routes that were fed",
+        samples=5,
+        samples_not_judged=5,
     )
     total = summed(*(replace(REPLAY, agreement=each) for each in (AGREEMENT, other))).agreement
-    assert total.source == "the trace's routes and the routes that were fed"
     assert total.layers[1] == Unit(180, 130, 280, 130)
     assert (sorted(total.layers), total.num_layers, total.least_sample) == ([1, 2, 3, 9], 4, 0.875)
     assert total.judged == {1: 130 / 280, 2: 1.0}
+    assert (total.samples, total.samples_not_judged) == (14, 7)
 
 
 def test_counts_of_ranks_are_added_up_and_a_rank_that_did_not_measure_hides_nothing():
@@ -182,16 +184,14 @@ def test_counts_of_ranks_are_added_up_and_a_rank_that_did_not_measure_hides_noth
     }
     assert len(numbers) == 9
     one = SessionReport(kind="replay", **numbers, flips_of_layer={1: 2, 2: 0}, decisions={"verified": 7})
-    other = SessionReport(
-        kind="replay", rows_live=5, flips_of_layer={2: 4}, decisions={"verified": 1, "wrong": 3}, layout_proved=False
-    )
+    other = SessionReport(kind="replay", rows_live=5, flips_of_layer={2: 4}, decisions={"verified": 1, "wrong": 3})
     for reports in ([one, other], [other, one]):
         total = summed(*reports)
         for name, value in numbers.items():
             assert getattr(total, name) == value + {"rows_live": 5}.get(name, 0), name
         assert list(total.flips_of_layer.items()) == [(1, 2), (2, 4)]
         assert total.decisions == {"verified": 8, "wrong": 3}
-        assert (total.kind, total.layout_proved) == ("replay", False)
+        assert total.kind == "replay"
     neither = summed(SessionReport(kind="replay"), SessionReport(kind="replay"))
     assert (neither.decisions, neither.rows_padding) == ({}, 0)
 

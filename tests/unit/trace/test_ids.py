@@ -14,7 +14,6 @@ from megatron_router_replay.trace.ids import (
     find_invalid_routes,
     has_repeats,
     index_dtype,
-    narrow_ids,
     spread_experts,
 )
 
@@ -141,43 +140,3 @@ def test_expert_256_of_257_is_not_taken_for_expert_0():
 def test_an_expert_that_is_not_the_smallest_of_its_route_may_be_the_one_named_twice():
     fault = find_invalid_routes(np.array([[[0, 1, 2]], [[3, 1, 3]]]), num_experts=4)
     assert fault.invalid.tolist() == [[False], [True]]
-
-
-@given(st.data())
-def test_narrowed_rows_are_the_rows_or_name_the_fault(data):
-    # Numbers of experts around what uint8 holds; ids that it would take for others; rows that are not looked at.
-    num_experts = data.draw(st.sampled_from([5, 255, 256, 257, 300]))
-    dtype = data.draw(st.sampled_from([np.uint8, np.int16, np.int32, np.int64]))
-    held = np.iinfo(dtype)
-    ids = st.sampled_from(
-        [each for each in (-257, -256, -1, 0, 1, 4, 254, 255, 256, 299) if held.min <= each <= held.max]
-    )
-    legal = [each for each in (0, 1, 4, 254, 255, 256, 299) if each < num_experts and each <= held.max]
-    row = st.lists(st.permutations(legal).map(lambda given: given[:2]), min_size=2, max_size=2)
-    rows = np.array(data.draw(st.lists(row, min_size=1, max_size=80)))
-    routed = np.array(data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows))))
-    for at in data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=3)):
-        rows[at, data.draw(st.integers(0, 1)), 0] = data.draw(ids)
-    rows = rows.astype(dtype)
-    looked_at = rows[routed].tolist()
-    outside = any(not 0 <= each < num_experts for row in looked_at for route in row for each in route)
-    repeated = any(len(set(route)) < 2 for row in looked_at for route in row)
-    narrow, cause = narrow_ids(rows, routed, num_experts=num_experts)
-    assert cause == ("outside" if outside else "repeated" if repeated else None)
-    if cause is None:
-        assert narrow.dtype == (np.uint8 if num_experts <= 256 else np.int16)
-        assert narrow[routed].tolist() == looked_at
-        assert (narrow[~routed] == [0, 1]).all()
-        assert not np.shares_memory(narrow, rows)
-
-
-@pytest.mark.parametrize("fault", [[5, 5], [5, 8], [-1, 5]], ids=str)
-@pytest.mark.parametrize("row", [0, 29_999])
-def test_narrowing_finds_a_fault_in_any_block(row, fault):
-    rows = np.tile(np.array([0, 1]), (30_000, 20, 1))
-    routed = np.ones(30_000, bool)
-    routed[15_000:16_000] = False
-    rows[15_500] = 99
-    assert narrow_ids(rows, routed, num_experts=8)[1] is None
-    rows[row, 13] = fault
-    assert narrow_ids(rows, routed, num_experts=8)[1] == ("repeated" if fault == [5, 5] else "outside")

@@ -1,0 +1,165 @@
+"""What our hooks need of each trainer, in a few lines: the functions by their names, and passes that go through schedules.
+
+Each `run(schedule, forward_only)` below is `passes` of `test_rebuilt.py`. Facts of the trainers' code, none of its text.
+"""
+
+SLIME = {
+    "slime/utils/routing_replay.py": """
+import os
+
+def register_routing_replay(router):
+    if os.environ.get("ENABLE_ROUTING_REPLAY", "0") == "1":
+        raise AssertionError("slime's own replay is on")
+""",
+    "slime/backends/megatron_utils/model.py": """
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+def train_one_step(run):
+    loss_reduced = {"loss": run(get_forward_backward_func(), forward_only=False)}
+    return loss_reduced, 0.0
+""",
+    "slime/backends/megatron_utils/actor.py": """
+import os
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from .model import train_one_step
+
+class MegatronTrainRayActor:
+    def fill_routing_replay(self, data_iterator, num_microbatches, rollout_data):
+        raise AssertionError("slime's own queues of rollout_routed_experts")
+
+    def train_actor(self, rollout_data, run):
+        self.fill_routing_replay([], [], rollout_data)
+        for stage in ("fallthrough", "replay_forward"):
+            os.environ["ROUTING_REPLAY_STAGE"] = stage
+            run(get_forward_backward_func(), forward_only=True)
+        os.environ["ROUTING_REPLAY_STAGE"] = "replay_backward"
+        return train_one_step(run)[0]
+""",
+}
+
+MILES = {
+    "miles/utils/replay_base.py": """
+class BaseReplayManager:
+    stage = "fallthrough"
+
+    def register_to_module(self, module, attr_name):
+        raise AssertionError("miles' own replay is on")
+
+    def get_topk_fn(self, old_topk_fn, return_probs):
+        raise AssertionError("miles' own replay is on")
+
+routing_replay_manager, indexer_replay_manager = BaseReplayManager(), BaseReplayManager()
+""",
+    "miles/backends/training_utils/replay_data.py": """
+def fill_replay_data(*, models, rollout_data, data_key):
+    if data_key == "rollout_routed_experts":
+        raise AssertionError("miles' own queues")
+""",
+    "miles/backends/megatron_utils/model.py": """
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+def train_one_step(run):
+    loss_reduced = {"loss": run(get_forward_backward_func(), forward_only=False)}
+    return loss_reduced, 0.0, "normal"
+""",
+    "miles/backends/megatron_utils/actor.py": """
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from miles.utils.replay_base import routing_replay_manager
+from ..training_utils.replay_data import fill_replay_data
+from .model import train_one_step
+
+class MegatronTrainRayActor:
+    def train_actor(self, rollout_data, run):
+        for data_key in ("rollout_routed_experts", "rollout_indexer_topk"):
+            fill_replay_data(models=self.model, rollout_data=rollout_data, data_key=data_key)
+        routing_replay_manager.register_to_module(None, "routing_replay")
+        assert routing_replay_manager.get_topk_fn(max, return_probs=True) is max
+        for stage in ("fallthrough", "replay_forward"):
+            routing_replay_manager.stage = stage
+            run(get_forward_backward_func(), forward_only=True)
+        routing_replay_manager.stage = "replay_backward"
+        return train_one_step(run)[0]
+""",
+}
+
+NEMO_RL = {
+    "nemo_rl/models/megatron/router_replay.py": """
+def set_router_replay_forward(model, routed_experts):
+    raise AssertionError("NeMo-RL's own replay is on")
+
+def set_router_replay_backward(model):
+    raise AssertionError("NeMo-RL's own replay is on")
+
+def clear_router_replay(model=None):
+    raise AssertionError("NeMo-RL's own replay is on")
+""",
+    "nemo_rl/models/megatron/data.py": """
+def get_microbatch_iterator(data, cfg):
+    return iter(())
+""",
+    "nemo_rl/models/megatron/train.py": """
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from nemo_rl.models.megatron.router_replay import (
+    clear_router_replay, set_router_replay_backward, set_router_replay_forward
+)
+
+def megatron_forward_backward(model, run, forward_only=False, use_router_replay=False):
+    if use_router_replay:
+        set_router_replay_forward(model, None)
+        set_router_replay_backward(model)
+        clear_router_replay(model)
+    return [{"loss": each} for each in run(get_forward_backward_func(), forward_only=forward_only)]
+""",
+    "nemo_rl/models/policy/workers/megatron_policy_worker.py": """
+from nemo_rl.models.megatron.data import get_microbatch_iterator
+from nemo_rl.models.megatron.train import megatron_forward_backward
+
+def train(model, data, run):
+    for use_router_replay in (False, True):
+        get_microbatch_iterator(data, {})
+        megatron_forward_backward(model, run, forward_only=True, use_router_replay=use_router_replay)
+    return megatron_forward_backward(model, run, use_router_replay=True)[0]
+""",
+}
+
+SKYRL = {
+    "skyrl/train/trainer.py": """
+class RayPPOTrainer:
+    def convert_to_training_input(self, generator_output, uids):
+        return [
+            (prompt + response, rows)
+            for prompt, response, rows in zip(
+                generator_output["prompt_token_ids"],
+                generator_output["response_ids"],
+                generator_output["rollout_expert_indices"],
+            )
+        ]
+""",
+    "skyrl/backends/skyrl_train/distributed/megatron/megatron_utils.py": """
+def preprocess_packed_seqs(input_ids, attention_mask, pre_process=True):
+    return "laid out" if pre_process else input_ids
+
+def remove_left_padding(input_ids, attention_mask, pre_process=True):
+    return "laid out" if pre_process else input_ids
+""",
+    "skyrl/backends/skyrl_train/workers/megatron/megatron_model_wrapper.py": """
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from skyrl.backends.skyrl_train.distributed.megatron.megatron_utils import preprocess_packed_seqs
+
+class MegatronModelWrapper:
+    def __init__(self, actor_module):
+        self.actor_module = actor_module
+
+    def forward(self, micro_batches, run, replays):
+        assert all(batch["rollout_expert_indices"] is None for batch in micro_batches)
+        first = micro_batches[0]
+        laid_out = preprocess_packed_seqs(first["sequences"], first["attention_mask"], pre_process=False)
+        assert (laid_out == "laid out") is replays
+        return run(get_forward_backward_func(), forward_only=True)
+
+    def forward_backward_mini_batch(self, micro_batches, run):
+        assert all(batch["rollout_expert_indices"] is None for batch in micro_batches)
+        # sequences, attention_mask
+        return [{"loss": each} for each in run(get_forward_backward_func(), forward_only=False)]
+""",
+}
