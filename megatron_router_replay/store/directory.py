@@ -149,7 +149,7 @@ class TraceStore:
     def load_step(
         self, step: int, *, allow_gaps: bool = False, run: str | None = None, device: torch.device | str = "cpu"
     ) -> RoutingTrace:
-        """Return one trace of all ranks' parts of a step, which are of one run; see `merge_traces`.
+        """Return one trace of all ranks' parts of a step in one run; see `merge_traces`.
 
         Args:
             allow_gaps: as for `merge_traces`.
