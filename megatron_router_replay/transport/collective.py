@@ -17,7 +17,8 @@ Tested with gloo in processes of one machine. A group of NCCL, with `device="cud
 
 **No authentication.** The store and gloo accept any connection, and nothing is encrypted: a process that reaches them can
 pose as a sender and so choose the experts that a model trains with. The store listens on the address that you give, gloo on
-the interface of the host's name, or on the one that GLOO_SOCKET_IFNAME names. Use a network that only the job can reach.
+this machine's address towards the store, or on the interface that GLOO_SOCKET_IFNAME names. Use a network that only the job
+can reach.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from megatron_router_replay.transport.timing import TransportTimes
 PROTOCOL = 4
 _NUM_BUFFERS = 4
 _WINDOW = 2
-"""Buckets that a receiver has asked for: one on the wire, one that it consumes or passes on."""
+"""Buckets of a receiver at a time: one on the wire, one that it consumes or passes on."""
 _END_S = 2.0
 
 Consume = Callable[[int, RoutingTrace], None]
@@ -72,7 +73,7 @@ class RouteGroup:
         sender, num_senders: which rollout process this is, of how many. A batch has the samples of sender 0, then those of
             sender 1 and so on.
         place: of this training rank, `layout.place_of(rank)`.
-        name: tells transports on one store apart; used once.
+        name: of the transport, unique on its store; used once.
         group: a process group of all processes, rollout processes first, then training ranks in order; used by this
             transport alone, for example a dedicated one of NCCL. Default: one of gloo, made here.
         device: of the messages, and so of received traces: "cuda" for a group of NCCL.
@@ -121,7 +122,7 @@ class RouteGroup:
         self._num_senders, self._bucket_bytes = num_senders, bucket_bytes
         self._ready_timeout, self._device = ready_timeout, torch.device(device)
         if self._device.type == "cuda" and self._device.index is None:
-            # A batch is sent in a thread of its own, whose current device is another one.
+            # The thread that sends a batch has its own current device.
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._error: BaseException | None = None
         self._sending: Future[None] | None = None
@@ -160,7 +161,7 @@ class RouteGroup:
                 "partition": partition if isinstance(partition, str) else [[*map(int, rank)] for rank in partition],
                 "times": self.times.take(),
             }
-        # The thread alone holds the source: it is gone when the thread is.
+        # The source lives as long as the thread: no other reference.
         self._sending = run_in_thread(self._send, source, header, name="routes-send")
 
     def join(self) -> None:

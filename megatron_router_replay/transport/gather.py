@@ -20,7 +20,7 @@ Memory = Mapping[str, Tensor]
 
 
 class RowSource(Protocol):
-    """Anything that can write its rows into memory. No process then has to hold all of them."""
+    """Write rows of routes into given memory, so no process needs all of them at once."""
 
     @property
     def format(self) -> TraceFormat: ...

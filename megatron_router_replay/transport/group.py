@@ -1,12 +1,13 @@
 """The processes of one transport: they meet in a store, and send tensors over a process group with time-outs.
 
 Any thread that waits also polls the store for the first error of the transport, so all processes raise the same words. A
-process that is killed or stopped says nothing: its peers lose it, or run out of time, and write that into the store.
+process that is killed or stopped publishes no error: its peers lose it, or run out of time, and write that into the store.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
@@ -91,6 +92,7 @@ class Connections:
         self._rank, self._members = rank, members
         # A client of a store serves one call at a time, so this process's other calls do not wait for ours.
         self._store = dist.PrefixStore(name, store.clone())  # type: ignore[attr-defined]
+        self._tcp_address = (store.host, store.port) if isinstance(store, dist.TCPStore) else None  # type: ignore[attr-defined]
         self._store.set_timeout(_STORE_TIMEOUT)
         self._group, self._is_own_group = group, group is None
         self._meetings = 0
@@ -116,12 +118,31 @@ class Connections:
         if self._group is None:
             try:
                 store = dist.PrefixStore("gloo", self._store)  # type: ignore[attr-defined]
-                self._group = dist.ProcessGroupGloo(store, self._rank, len(self._members), self.timeout)
-            except RuntimeError as error:
+                options: Any = self.timeout  # gloo then listens on torch's default, or on GLOO_SOCKET_IFNAME
+                if (host := self._host_towards_store()) is not None:
+                    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+                    options._timeout = self.timeout
+                    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+                self._group = dist.ProcessGroupGloo(store, self._rank, len(self._members), options)
+            except (OSError, RuntimeError) as error:
                 raise TransportError(
-                    f"MRR602: {self.member} cannot connect: {_first_line(error)}. gloo uses the interface of the host's "
-                    "name, or the one that GLOO_SOCKET_IFNAME names."
+                    f"MRR602: {self.member} cannot connect: {_first_line(error)}. gloo uses this machine's address towards "
+                    "the store, or the interface that GLOO_SOCKET_IFNAME names."
                 ) from error
+
+    def _host_towards_store(self) -> str | None:
+        """Return this machine's address towards the store, so that gloo listens on the same network alone.
+
+        None where GLOO_SOCKET_IFNAME decides, or where the store has no address or listens on all interfaces.
+        """
+        if (
+            os.environ.get("GLOO_SOCKET_IFNAME")
+            or self._tcp_address is None
+            or self._tcp_address[0] in ("0.0.0.0", "::")
+        ):
+            return None
+        with socket.create_connection(self._tcp_address, timeout=_STORE_TIMEOUT.total_seconds()) as to_store:
+            return str(to_store.getsockname()[0])
 
     def meet(self, timeout: timedelta, *, while_moving: bool = False) -> None:
         """Return when all processes have called it as often as this one.
@@ -177,7 +198,7 @@ class Connections:
             return [json.loads(self._store.get(f"message/{rank}")) for rank in ranks]
 
     def send(self, messages: Sequence[Tensor], rank: int) -> Transfer:
-        """Start to send contiguous uint8 messages, whose memory must not change before `finish`."""
+        """Start to send contiguous uint8 messages. Their memory must not change before `finish`."""
         with self._raising_first_words(rank):
             return Transfer(rank, [self._group.send([message], rank, 0) for message in messages])
 
@@ -201,13 +222,17 @@ class Connections:
                 self._store.add("moved", 1)
 
     def _wait(self, work: Any, rank: int) -> None:
-        # In a thread, which may be left behind: neither Ctrl-C nor an error elsewhere ends a wait in C++.
+        # In a thread that may outlive the call: neither Ctrl-C nor an error elsewhere ends a wait in C++.
         waiting = run_in_thread(work.wait, self.timeout + _GRACE, name="routes-wait")
         deadline = time.monotonic() + self.timeout.total_seconds()
         while not wait([waiting], max(0.0, min(_POLL_S, deadline - time.monotonic()))).done:
             self._raise_if_failed()
             if time.monotonic() > deadline:
-                raise TimeoutError(f"waited {self.timeout.total_seconds():g} s for {self._members[rank]}.")
+                # Its time ran out together with that of the processes that it waits for, so the culprit is not known.
+                raise TimeoutError(
+                    f"waited {self.timeout.total_seconds():g} s for {self._members[rank]}: it, or a process that it waits "
+                    "for, does not move."
+                )
         waiting.result()
 
     def _raise_if_failed(self) -> None:

@@ -1,6 +1,6 @@
 """Sample lengths, a partition and the parallel layout -> which rows and layers each training rank gets.
 
-A plan is computed, never negotiated: every process that knows the sample lengths computes the same one.
+A plan is computed, never negotiated: the same sample lengths give the same plan in every process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Runs = Sequence[tuple[int, int]]
 """(start, stop) of runs of neighbouring rows."""
 
 Partition = Literal["round_robin"] | Sequence[Sequence[int]]
-"""The rule, or the samples of each data-parallel rank, given outright; samples that nobody has are not sent."""
+"""The rule, or the samples of each data-parallel rank, given outright; samples of no rank are not sent."""
 
 
 class TransportError(RouterReplayError):
@@ -26,7 +26,7 @@ class TransportError(RouterReplayError):
 
 
 class Place(NamedTuple):
-    """Where a training rank stands."""
+    """Name the coordinates of a training rank."""
 
     dp_rank: int = 0
     pp_rank: int = 0
@@ -92,7 +92,7 @@ class ParallelLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """What one place gets; all its tensor- and context-parallel ranks get the same.
+    """Rows and layers of one place; the same for all its tensor- and context-parallel ranks.
 
     Args:
         runs: the rows of its samples as rows of the batch, in order, one run a sample.
@@ -169,11 +169,11 @@ class Bucket:
 def plan_buckets(parts: Mapping[Place, Part], sender_ends: Sequence[int], bucket_bytes: int) -> list[Bucket]:
     """Return the buckets of some places in the order in which every process sends or takes those that concern it.
 
-    As all follow one order, the first bucket that did not arrive yet is always sent and always asked for: nobody waits in a
-    circle. Senders and places take turns.
+    As all follow one order, the first bucket that did not arrive yet is always sent and always expected: no circular
+    wait. Senders and places take turns.
 
     Args:
-        sender_ends: behind the last row of each sender, as rows of the batch. A sender has whole samples.
+        sender_ends: end of the rows of each sender (exclusive), as rows of the batch. A sender has whole samples.
         bucket_bytes: no bucket is larger, unless it is a single row.
     """
     result: list[Bucket] = []

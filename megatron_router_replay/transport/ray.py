@@ -5,11 +5,11 @@
     trace = refs_place.get()                                # in the training rank
 
 A rank's part is its data-parallel samples and its stage's layers, in one contiguous buffer that is read without a copy. On
-one machine the ranks of a TP group share it; between machines Ray fetches it once a machine. Ray holds the memory while
-somebody has the reference or a trace that looks into it, and says itself when an owner died.
+one machine the ranks of a TP group share it; between machines Ray fetches it once a machine. Ray frees the memory after the
+last reference and the last trace that looks into it. `get` raises if the owner of the memory died.
 
-Call `ray.init` first; this module never does. Who reaches the cluster can read and replace routes: Ray asks nobody for a
-password unless you make it.
+Call `ray.init` first; this module never does. Any process that reaches the cluster can read and replace routes: Ray has no
+authentication unless you turn it on.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class TraceRef:
 
     Args:
         buffer: a list with the one reference, so that Ray passes it on instead of fetching it.
-        part: of the batch that it holds.
-        times: what the process that put it measured on the way here.
+        part: of the batch.
+        times: seconds by activity, measured in the process that put it.
     """
 
     buffer: list[Any]
@@ -51,7 +51,7 @@ class TraceRef:
 
         Args:
             timeout: for the buffer to come from another machine; None: as long as it takes.
-            times: where "receive", and what the rollout side measured, are counted.
+            times: counts "receive", and the seconds of the rollout side.
 
         Raises:
             TransportError: the buffer is gone (its owner died) or did not come in time.
@@ -63,7 +63,7 @@ class TraceRef:
             try:
                 array = ray.get(self.buffer[0], timeout=None if timeout is None else timeout.total_seconds())
             except ray.exceptions.RayError as error:
-                text = str(error).strip().split("\n")[0]  # Ray goes on with addresses and advice
+                text = str(error).strip().split("\n")[0]  # further lines are addresses and advice
                 raise TransportError(
                     f"MRR603: cannot get {rows} rows of routes: {type(error).__name__}: {text}"
                 ) from error
@@ -87,7 +87,7 @@ def put_parts(
     Args:
         traces: the batch, or this worker's samples of it.
         partition: of these samples, see `partition_samples`.
-        times: where "send" is counted; what it has not reported yet travels with the references.
+        times: counts "send"; seconds that it has not reported yet travel with the references.
 
     Raises:
         TransportError: the traces differ in kind or do not fit the layout.
@@ -101,7 +101,7 @@ def put_parts(
             flat = np.empty(part.nbytes, np.uint8)
             memory = views_of_bytes(torch.from_numpy(flat), part.format, part.num_rows)
             source.fill(part.runs, part.format.layer_numbers, memory)
-            return ray.put(flat)  # a numpy array is put as one buffer beside the pickle, not through it
+            return ray.put(flat)  # Ray stores a numpy array as one buffer, outside of its pickle
 
         buffers = {place: put(part) for place, part in plan.items() if place.tp_rank == 0}
     unreported = times.take()

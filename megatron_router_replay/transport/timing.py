@@ -42,13 +42,13 @@ class TransportTimes:
             self.add({f"{self._side}_{activity}": time.perf_counter() - began})
 
     def add(self, seconds: Mapping[str, float]) -> None:
-        """Count what another process measured, as `take` returned it there."""
+        """Count the seconds of another process, as its `take` returned them."""
         with self._lock:
             for name, value in seconds.items():
                 self._seconds[name] = self._seconds.get(name, 0.0) + value
 
     def take(self) -> dict[str, float]:
-        """Return what was counted, and start again from zero. It is counted for a training step, and for the other side."""
+        """Return the seconds counted so far, and start again from zero."""
         with self._lock:
             seconds, self._seconds = self._seconds, {}
         return seconds
@@ -59,7 +59,7 @@ class TransportTimes:
             return {f"{prefix}{name}_s": value for name, value in self._seconds.items()}
 
     def line(self) -> str:
-        """Return one line for a person. It says how long training waited for routes, and what the rollout side did then."""
+        """Return a line for a log: seconds of training's wait, and the rollout's activity."""
         with self._lock:
             seconds = {"training_wait": 0.0, "training_receive": 0.0, **dict.fromkeys(_DOING, 0.0), **self._seconds}
         waited = seconds["training_wait"]

@@ -260,10 +260,13 @@ def listening_addresses() -> set[str]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="reads Linux' list of sockets")
-def test_a_store_listens_on_the_address_that_is_given_alone() -> None:
+def test_store_and_gloo_listen_on_the_address_that_is_given_alone() -> None:
     before = listening_addresses()
     store = open_store("127.0.0.1", is_server=True)
+    groups = in_threads(partial(join, store.port, sender=0), partial(join, store.port, place=Place()))
     assert listening_addresses() - before <= {"0100007F"}
+    for group in groups:
+        group.close()
     assert "0100007F" in listening_addresses()
     with pytest.raises(TransportError, match=f"MRR602: cannot serve a store on 127.0.0.1:{store.port}: .*in use"):
         open_store("127.0.0.1", store.port, is_server=True)
