@@ -29,7 +29,7 @@ from megatron_router_replay.mcore.sessions.agreement import LEAST_ROWS, SESSION_
 VOCAB, WIDTH, LAYERS, LEAST = 256, 24, 2, 0.25
 SAMPLES, LENGTH, IN_MICROBATCH = 12, 2048, 4
 FREE = 32  # tokens before a loop
-DRAWS = 2  # of weights that are older by a KL of 0.1
+DRAWS = 3  # of weights that are older by a KL of 0.1
 LOOPS = 2  # sets of 560 samples that loop
 CAPTURES = Path(__file__).parents[2] / "tests/unit/data/engine_captures"
 
@@ -226,7 +226,7 @@ def told(experts: int, microbatches: list[tuple[int, Tensor, Tensor]], layout: s
             if number == 0:
                 ranks.append(
                     Agreement(
-                        topk=topk, num_experts=experts, num_layers=LAYERS, least=LEAST, every_layer=False, rank=rank,
+                        topk=topk, num_experts=experts, num_layers=8, least=LEAST, every_layer=False, rank=rank,
                     )
                 )  # fmt: skip
             chunk: Any = SimpleNamespace(index=0, row_sharing=(0, len(parts[0]), 0), sequence_share=(0, 1))
@@ -247,7 +247,7 @@ TAIL = 20.0
 
 
 def low_evidence(ranks: list[Agreement]) -> list[float]:
-    """Return the evidence of each sample's low windows that have at least TAIL, in a session of one layer and micro-batch."""
+    """Return the evidence of each sample's low window that has most, from TAIL on, in one layer and micro-batch."""
 
     def is_low(rows: Any, shared: Any, most: Any, evidence: Any) -> Any:
         return (rows >= LEAST_ROWS) & (evidence >= TAIL) & (shared < LEAST * most)
@@ -258,8 +258,9 @@ def low_evidence(ranks: list[Agreement]) -> list[float]:
         (call,) = rank._calls
         rows, shared, missed, evidence = call.units.double().numpy().T
         whole, sequence = call.whole.double().numpy(), call.sequence.numpy()
-        low = is_low(rows, shared, shared + missed, evidence) * evidence
-        total += np.minimum(np.bincount(sequence, low, len(whole)), whole)
+        low = np.zeros(len(whole))
+        np.maximum.at(low, sequence, is_low(rows, shared, shared + missed, evidence) * evidence)
+        total = np.maximum(total, low)
         sums = [np.bincount(sequence, each, len(whole)) for each in (rows, shared, shared + missed)]
         whole_sums += np.stack([*sums, whole])
     if len(ranks) > 1 and rows.max() < LEAST_ROWS:  # no window of a rank counts, but all parts of a sample together may

@@ -34,8 +34,9 @@ WINDOW, LEAST_ROWS = 128, 32
 WINDOW_EVIDENCE, LAYER_EVIDENCE, SESSION_EVIDENCE = 48.0, 64.0, 192.0
 """Decisions beyond chance below which a window and a layer do not count, and below which low windows do not raise: the last
 for each thousand samples."""
-PAIR_EVIDENCE, PAIR_MISSES = 8.0, 16.0
-"""The most that one pair of routes adds to the evidence of a sequence, and to the missed experts of a window."""
+PAIR_EVIDENCE, PAIR_SHARE = 8.0, 1 / 8
+"""The most that one pair of routes adds to evidence, or misses in a window; and the most of a layer's rows that count for a
+pair which hardly agrees. Rows that agree have no bound."""
 WARN, PAIRS, MOST_PARTS = 0.5, 256, 1024
 """Agreement below which a session warns; buckets of pairs of routes; parts of samples that a rank publishes."""
 
@@ -211,6 +212,8 @@ class Agreement:
         self.least, self.every_layer, self.rank = least, every_layer, rank
         self._replica, self._sharing, self._owner = 0, 1, rank  # see `Chunk.row_sharing`
         self._constants: tuple[Tensor, ...] = ()  # codes of experts, and the bounds of a pair's counts in a window
+        self._layers: tuple[Tensor, ...] = ()  # [PAIRS, 4] sums
+        self._slots: dict[int, int] = {}  # layer number -> which of these
         self._windows: dict[int, tuple[Any, Windows]] = {}  # chunk -> of which micro-batch, and its windows
         self._stream: Any = None  # which used these last
         self._calls: list[_Call] = []
@@ -236,18 +239,16 @@ class Agreement:
         if counts is None:
             rows, pairs = count_rows(live, replayed, windows.weight, windows.share.expand(live.numel()), codes)
         else:
-            share = (counts / counts.sum()).unsqueeze(1).expand_as(live).reshape(-1)  # NaN if none counts: see `_read`
+            share = (counts / counts.sum().clamp(min=1)).unsqueeze(1).expand_as(live).reshape(-1)
             rows, pairs = count_rows(live, replayed, windows.weight, share, codes)
             rows = rows * counts.unsqueeze(1)
-        sums = (
-            rows.new_zeros(len(windows.sequence) * PAIRS, 4)
-            .index_add_(0, windows.keys + pairs, rows)
-            .view(-1, PAIRS, 4)
-        )
+        self._layers[self._slots.setdefault(layer, len(self._slots))].index_add_(0, pairs, rows)
+        sums = rows.new_zeros(len(windows.sequence) * PAIRS, 4)
+        sums = sums.index_add_(0, windows.keys + pairs, rows).view(-1, PAIRS, 4)
         units = sums.clamp(low, high).sum(1)
         # A loop of tokens is low in every window: of a whole sequence, on all ranks that share it, a pair counts once.
         whole = rows.new_zeros(windows.num_sequences, PAIRS).index_add_(0, windows.sequence, sums[:, :, 3])
-        whole = whole.clamp(max=max(self.topk, PAIR_EVIDENCE / self._sharing)).sum(1)
+        whole = whole.clamp(max=self._pair_evidence).sum(1)
         key = chunk.index, microbatch.number
         self._calls.append(_Call(key, layer, windows.sequence, units, whole, self._stream))
         self._read_last = None
@@ -257,10 +258,12 @@ class Agreement:
         if not self._constants:
             self._replica, self._sharing, self._owner = chunk.row_sharing
             codes = torch.randint(1 << 16, (2, self.num_experts), generator=torch.Generator().manual_seed(0))
-            low = torch.tensor([0, -PAIR_MISSES, 0, 0])
-            high = torch.tensor([torch.inf, torch.inf, PAIR_MISSES, PAIR_EVIDENCE])
+            low = torch.tensor([0, -PAIR_EVIDENCE, 0, 0])
+            high = torch.tensor([torch.inf, torch.inf, PAIR_EVIDENCE, PAIR_EVIDENCE])
             self._constants = tuple(to_device(values, device) for values in (codes, low, high))
-        for tensors in (self._constants, *(windows for _, windows in self._windows.values())):
+            self._layers = torch.zeros(self.num_layers, PAIRS, 4, device=device).unbind()
+            self._stream = current_stream(device)
+        for tensors in (self._constants, self._layers, *(windows for _, windows in self._windows.values())):
             follow(self._stream, *(each for each in tensors if isinstance(each, Tensor)))
         self._stream = current_stream(device)
 
@@ -274,6 +277,11 @@ class Agreement:
             self._windows[chunk.index] = key, windows
         return windows
 
+    @property
+    def _pair_evidence(self) -> float:
+        """The most that a pair adds to evidence on one of the ranks that share a sequence; one row may be topk decisions."""
+        return max(self.topk, PAIR_EVIDENCE / self._sharing)
+
     # ---- the end
     def _read(self) -> tuple[dict[str, Any], dict[tuple[int, ...], bool]]:
         """Return this rank's numbers, and whether each sample has a window that counts; waits for the device once."""
@@ -283,15 +291,29 @@ class Agreement:
             samples: dict[tuple[int, ...], bool] = {}
             for call in self._calls:
                 follow(call.stream, call.units, call.whole, call.sequence)
-            tensors = [each.flatten() for call in self._calls for each in (call.units, call.whole, call.sequence)]
-            counts = np.nan_to_num(torch.cat(tensors).cpu().double().numpy()) if tensors else np.empty(0)
+            follow(self._stream, *self._layers)
+            tensors = [each.flatten() for each in self._layers]
+            tensors += [each.flatten() for call in self._calls for each in (call.units, call.whole, call.sequence)]
+            counts = torch.cat(tensors).cpu().double().numpy() if tensors else np.empty(0)
             pieces = iter(np.split(counts, np.cumsum([len(each) for each in tensors])[:-1]))
+            sums_of_layers = [next(pieces) for _ in self._layers]
+            for layer, slot in self._slots.items():
+                numbers["layers"][layer] = self._layer_unit(sums_of_layers[slot].reshape(PAIRS, 4))
             for call in self._calls:
                 units, whole, sequence = next(pieces), next(pieces), next(pieces)
                 self._count(numbers, samples, call, units.reshape(-1, 4), whole, sequence.astype(np.int64))
             self._read_last = numbers, samples
         result: tuple[dict[str, Any], dict[tuple[int, ...], bool]] = self._read_last
         return result
+
+    def _layer_unit(self, sums: Any) -> Unit:
+        """Return the unit of a layer's [PAIRS, 4] sums."""
+        rows, shared, _, beyond = sums.T
+        # A pair that hardly agrees is one near-tie if it comes again and again, and many if they are different ones.
+        most = np.minimum(1, PAIR_SHARE * rows.sum() / np.maximum(rows, 1))
+        weight = np.where(2 * shared < beyond, most, 1)
+        columns = rows, weight * shared, weight * beyond, np.minimum(beyond, self._pair_evidence)
+        return Unit(*(float(column.sum()) for column in columns))
 
     def _count(self, numbers: Any, samples: Any, call: _Call, units: Any, whole: Any, sequence: Any) -> None:
         """Add up the windows of a call."""
@@ -306,8 +328,6 @@ class Agreement:
         low_evidence = np.minimum(sums[4], whole)
         found = (sums[3] > 0).sum(), (low_evidence > 0).sum(), low_evidence.sum()
         numbers["low"] = [one + float(other) for one, other in zip(numbers["low"], found)]
-        unit = Unit(*(float(values.sum()) for values in (*sums[:3], whole)))
-        numbers["layers"][call.layer] = numbers["layers"].get(call.layer, Unit()).plus(unit)
         name = "chunk {}, micro-batch {}, layer {}".format(*call.microbatch, call.layer)
         if len(agreement):
             least = f"rank {self.rank}, {name}, sequence {sequence[agreement.argmin()]}"

@@ -68,14 +68,18 @@ def test_rows_are_counted_as_by_hand_and_rows_that_do_not_count_load_no_expert()
 def test_rows_that_do_not_count_are_not_judged():
     live, used = routes(200)
     counts = torch.arange(200) < 100
-    used[~counts] = used[~counts].roll(1, 0)
-    asks = asking()
+    live[~counts], used[~counts] = torch.tensor([0, 1]), torch.tensor([2, 3])  # nor do they load experts
+    asks, alone = asking(), asking()
     ask(asks, live, used, counts=counts)
+    ask(alone, live[counts], used[counts])
+    assert asks.report().layers[1] == pytest.approx(alone.report().layers[1], rel=1e-4)
     assert asks.report().all_layers > 0.85
     assert asks.report().layers[1].rows == 100
     ask(asks, live, used, counts=torch.zeros(200, dtype=torch.bool), number=1)
     assert asks.report().layers[1].rows == 100, "and none is no number that spoils others"
     assert asks.report().all_layers > 0.85
+    ask(asks, live[counts], used[counts], number=2)
+    assert asks.report().layers[1].rows == 200, "a report is of all calls so far"
 
 
 STARTS = [0, 550, 550, 750, 1200]
@@ -182,6 +186,10 @@ def test_one_of_the_packed_samples_that_is_wrong_raises():
     ask(whole, live, used)
     ask(packed, live, used, cu_seqlens=torch.tensor(STARTS, dtype=torch.int32))
     assert re.search(r"in 1 of 3 samples .* sequence 2 ", found(packed)[0])
+    packed = asking()
+    ask(packed, live[:550].repeat(2, 1)[:1200], live[:550].repeat(2, 1)[:1200], cu_seqlens=torch.tensor([0, 550, 1100]))
+    ask(packed, live[:1100], used[:1100], number=1, cu_seqlens=torch.tensor([0, 300, 550, 750, 1100]))
+    assert re.search(r"in 1 of 6 samples .* micro-batch 1, layer 1, sequence 2 ", found(packed)[0])
     live, used = routes(2048)
     used[1024:] = used[1024]  # half of a sample repeats one route
     half = asking()
@@ -248,6 +256,8 @@ def test_a_sample_of_fewer_than_32_rows_is_not_judged(rows, judged):
     ask(asks, live, one_late(live, used))
     assert asks.numbers()["low"][:2] == [judged, judged]
     assert asks.report().samples_not_judged == 1 - judged
+    ask(asks, live[:, :1] * 0, live[:, :1] * 0, layer=2)
+    assert asks.report().samples_not_judged == 1 - judged, "one layer is enough"
 
 
 @pytest.mark.parametrize(("experts", "low"), [(5, 0), (6, 1)])
