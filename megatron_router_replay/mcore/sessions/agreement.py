@@ -261,7 +261,9 @@ class Agreement:
             low = torch.tensor([0, -PAIR_EVIDENCE, 0, 0])
             high = torch.tensor([torch.inf, torch.inf, PAIR_EVIDENCE, PAIR_EVIDENCE])
             self._constants = tuple(to_device(values, device) for values in (codes, low, high))
-            self._layers = torch.zeros(self.num_layers, PAIRS, 4, device=device).unbind()
+            # Normal tensors also where the first forward runs in inference mode: later ones may not, and add to them.
+            with torch.inference_mode(False):
+                self._layers = torch.zeros(self.num_layers, PAIRS, 4, device=device).unbind()
             self._stream = current_stream(device)
         for tensors in (self._constants, self._layers, *(windows for _, windows in self._windows.values())):
             follow(self._stream, *(each for each in tensors if isinstance(each, Tensor)))

@@ -11,7 +11,7 @@ import megatron_router_replay as mrr
 from megatron_router_replay import checks
 from megatron_router_replay.mcore.sessions import agreement
 from megatron_router_replay.mcore.sessions.agreement import PAIRS, Agreement, count_rows, number_windows
-from tests.unit.mcore.tiny_chunk import ROWS, Chunk, random_trace, tokens
+from tests.unit.mcore.tiny_chunk import ROWS, Chunk, forward, random_trace, tokens
 
 LAYERS = 4
 
@@ -418,3 +418,13 @@ def test_routes_that_agree_little_are_warned_of_once(monkeypatch):
     assert 0.25 < session.report.agreement.all_layers < 0.6
     assert [len(each) for each in shown] == [1, 0]
     assert "the live router agrees little with the replayed routes (layers " in shown[0][0]
+
+
+def test_a_session_may_begin_in_inference_mode_and_go_on_in_another():
+    chunk, trace = Chunk(), random_trace()
+    session = mrr.replay(chunk, trace, ask_every_layer=True)
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+        with mode():
+            forward(chunk, session)
+    assert session.report.forwards == 9
+    session.close(verify=False)
