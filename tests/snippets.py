@@ -52,9 +52,9 @@ def run_commands(example: Example) -> None:
 
 
 def check_printed(example: Example) -> None:
-    """Compare the output that a page shows with that of its blocks, but for spaces: a table is as wide as its lines ask."""
+    """Compare the output that a page shows with that of its blocks, but for the margin."""
     shown, printed = (
-        "\n".join(" ".join(line.split()) for line in text.splitlines())
+        "\n".join(line.strip() for line in text.splitlines())
         for text in (example.parsed.strip(), example.namespace["printed"].getvalue())
     )
     assert shown in printed, printed
