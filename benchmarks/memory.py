@@ -119,7 +119,7 @@ def step(kind: str | None, model: Any, batch: list[dict[str, Any]], trace: Any) 
             losses = []
             for microbatch in batch:
                 if hasattr(session, "microbatch") and kind != "ours, freeze":
-                    session.microbatch(microbatch["routing_rows"])
+                    session.microbatch(microbatch["rows"])
                 output, loss_func = default_forward_step(iter([microbatch]), model)
                 losses.append(loss_func(output)[0])
                 if isinstance(session, MegatronReplay):
@@ -148,10 +148,10 @@ def measure_recompute(*, recompute: bool) -> dict[str, dict[str, int]]:
     (model,) = build_tiny_gpt(config, layout)
     batch = random_microbatches(MICROBATCHES, sequence_length=TOKENS)
     for number, microbatch in enumerate(batch):
-        microbatch["routing_rows"] = torch.arange(number * TOKENS, (number + 1) * TOKENS).view(1, -1)
+        microbatch["rows"] = torch.arange(number * TOKENS, (number + 1) * TOKENS).view(1, -1)
     with torch.no_grad(), mrr.record(model) as recording:
         for microbatch in batch:
-            recording.microbatch(microbatch["routing_rows"])
+            recording.microbatch(microbatch["rows"])
             default_forward_step(iter([microbatch]), model)
     trace = recording.trace()
     del recording

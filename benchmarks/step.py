@@ -107,7 +107,7 @@ class Trainer:
         )
         rows = torch.arange(model.num_tokens).view(model.microbatches, model.batch, model.sequence)
         for microbatch, its_rows in zip(self.microbatches, rows):
-            microbatch["routing_rows"] = its_rows
+            microbatch["rows"] = its_rows
         parameters = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
         self.optimizer = torch.optim.SGD(parameters, lr=0.0, momentum=0.9)
         self.losses: dict[str, list[float]] = {}
@@ -122,7 +122,7 @@ class Trainer:
         """Run the schedule; return the losses on the last stage."""
 
         def queue(microbatch: dict[str, Any], model: Any) -> None:
-            session.microbatch(microbatch["routing_rows"], model)
+            session.microbatch(microbatch["rows"], model)
 
         queues = session is not None and not isinstance(session, mrr.mcore.FreezeSession)
         losses = run_schedule(

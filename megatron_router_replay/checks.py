@@ -14,9 +14,9 @@ from torch import Tensor
 from megatron_router_replay.errors import LayoutError, TraceError
 
 Check = Callable[..., None]
-"""(failed, message, tell=None): raises now if `failed` is a value on the host, else when the session ends.
+"""(failed, message, detail=None): raises now if `failed` is a value on the host, else when the session ends.
 
-`tell` returns the whole message if the host may wait for it.
+`detail` returns the whole message if the host may wait for it.
 """
 
 _LOG = logging.getLogger(__name__)

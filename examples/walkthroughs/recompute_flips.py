@@ -70,7 +70,7 @@ def forward_and_recompute(noise: bool, freeze: bool) -> tuple[mrr.RoutingTrace, 
     train_step(PP2, chunks, microbatches)
     if frozen is not None:
         frozen.close()
-    rows = torch.cat([microbatch["routing_rows"].t().reshape(-1) for microbatch in microbatches])  # Megatron is s-major
+    rows = torch.cat([microbatch["rows"].t().reshape(-1) for microbatch in microbatches])  # Megatron is s-major
     num_experts = routers_of(chunks)[0].num_experts
     return as_trace(seen["forward"], rows, num_experts), as_trace(seen["recompute"], rows, num_experts)
 

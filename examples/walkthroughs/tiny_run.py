@@ -27,7 +27,7 @@ def build(layout: ParallelSizes, **config: Any) -> tuple[list[Any], list[dict[st
     batch = random_microbatches(MICROBATCHES, batch_size=BATCH, sequence_length=LENGTH, seed=5)
     rows = torch.arange(NUM_TOKENS).view(MICROBATCHES, BATCH, LENGTH)
     for microbatch, its_rows in zip(batch, rows):
-        microbatch["routing_rows"] = its_rows
+        microbatch["rows"] = its_rows
     mine = range(parallel_state.get_data_parallel_rank(), MICROBATCHES, parallel_state.get_data_parallel_world_size())
     return chunks, [batch[i] for i in mine], list(mine)
 
@@ -39,7 +39,7 @@ def train_step(
 
     def queue(microbatch: dict[str, Any], model: Any) -> None:
         if session is not None:
-            session.microbatch(microbatch["routing_rows"], model)
+            session.microbatch(microbatch["rows"], model)
 
     return [float(loss) for loss in run_schedule(chunks, layout, microbatches, before_forward=queue)]
 

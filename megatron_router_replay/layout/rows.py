@@ -158,9 +158,9 @@ def check_tokens(rows: Tensor, input_ids: Tensor, *, token_ids: Tensor) -> None:
     if not bool((rows >= 0).any()):
         return  # nothing to compare, and a trace without rows could not be indexed
     expected = torch.where(rows >= 0, token_ids.to(rows.device)[rows.clamp(min=0).to(torch.int64)], -1)
-    count, tell = count_differing_tokens(input_ids.to(rows.device), expected, rows)
+    count, detail = count_differing_tokens(input_ids.to(rows.device), expected, rows)
     if bool(count):
-        raise LayoutError(f"MRR203: {tell()}")
+        raise LayoutError(f"MRR203: {detail()}")
 
 
 def count_differing_tokens(
@@ -187,20 +187,20 @@ def count_differing_tokens(
     wrong = (expected != input_ids) & known if wrong is None else wrong
     counts = torch.stack([wrong, known]).flatten(1).sum(1)
     if not wrong.numel() or (wrong.device.type == "cpu" and not counts[0]):
-        return counts[0], lambda: ""  # nothing to tell
+        return counts[0], lambda: ""  # nothing to detail
     first = wrong.flatten().to(torch.int8).argmax().view(1)
     columns = [input_ids, expected] if rows is None else [input_ids, expected, rows]
     values = torch.stack(columns).flatten(1).index_select(1, first)
-    length = wrong.shape[-1]  # `tell` lives as long as the session, so it keeps these few numbers and no batch
+    length = wrong.shape[-1]  # `detail` lives as long as the session, so it keeps these few numbers and no batch
 
-    def tell() -> str:
+    def detail() -> str:
         token, recorded, *row = values.flatten().tolist()
         num_wrong, num_known = counts.tolist()
         at = list(divmod(int(first), length))
         there = f"its routing row {row[0]} was recorded for" if row else "what was queued there is of"
         return f"input_ids{at} is {token}, but {there} token {recorded} ({num_wrong} of {num_known} positions differ): {why}"
 
-    return counts[0], tell
+    return counts[0], detail
 
 
 def _first(sequences: Sequence[Tensor]) -> Tensor:

@@ -221,9 +221,9 @@ class _Current:
     rows: Tensor | None = None
 
 
-def _raise_at_once(condition: Any, message: str, tell: Callable[[], str] | None = None) -> None:
+def _raise_at_once(condition: Any, message: str, detail: Callable[[], str] | None = None) -> None:
     if bool(condition):
-        raise LayoutError(message if tell is None else tell())
+        raise LayoutError(message if detail is None else detail())
 
 
 def _in_backward() -> bool:

@@ -413,7 +413,7 @@ class Follower(TokenReader):
         columns = torch.stack([located.problem, located.row, located.count, found, begins])
         message = f"MRR206: {where}: a forward got tokens of no sample of the trace"
 
-        def tell() -> str:
+        def detail() -> str:
             problems, *values = columns.tolist()
             number = next(i for i, each in enumerate(problems) if each)
             text = self._describe(index, Problem(problems[number]), *(int(each[number]) for each in values))
@@ -421,7 +421,7 @@ class Follower(TokenReader):
             more = f" ({others} more sequences of this forward cannot be followed either)" if others else ""
             return f"MRR206: {where}, sequence {number}: {text}{more}"
 
-        self._check(failed, message + ".", tell)
+        self._check(failed, message + ".", detail)
 
     def _describe(self, index: PrefixIndex, problem: Problem, row: int, count: int, found: int, begins: int) -> str:
         """Return why a segment cannot be followed; `found` is its first token that has no row."""

@@ -47,7 +47,7 @@ class Microbatch:
             there are none, or the host does not know them.
         live_mask: [num_tokens] bool on the routers' device, True: the live router decides the row; None: the host knows the
             positions.
-        replayed: [num_tokens] bool on the same device, True: the row has a route that is replayed; None: all are.
+        replay_mask: [num_tokens] bool on the same device, True: the row has a route that is replayed; None: all are.
         rows: [num_tokens] int64, trace rows as this rank's routers see them; None: a replay does not keep them.
         token_ids: [b, s] integers, what tokens its forward must get, below 0 where that is not known; None: nothing is.
         batch_rows: [b, s] int64, the rows of the trace that know these tokens; None: the caller alone named them.
@@ -64,7 +64,7 @@ class Microbatch:
     routes: LayerRoutes | None = None
     live_positions: Tensor | None = None
     live_mask: Tensor | None = None
-    replayed: Tensor | None = None
+    replay_mask: Tensor | None = None
     rows: Tensor | None = None
     token_ids: Tensor | None = None
     batch_rows: Tensor | None = None
@@ -83,7 +83,7 @@ class Microbatch:
         self.stream = current_stream(on_device[0].device) if on_device else None
 
     def _on_device(self) -> list[Tensor]:
-        tensors = (self.live_positions, self.live_mask, self.replayed, self.token_ids, self.batch_rows)
+        tensors = (self.live_positions, self.live_mask, self.replay_mask, self.token_ids, self.batch_rows)
         return [tensor for tensor in tensors if tensor is not None and tensor.device.type == "cuda"]
 
     def follow_stream(self) -> None:
@@ -188,7 +188,7 @@ class Queue:
                 microbatch.state = State.DONE
             self._on_done(microbatch)
             # The graph keeps what recomputes need; the micro-batch itself may stay the current one for long.
-            microbatch.routes = microbatch.live_positions = microbatch.live_mask = microbatch.replayed = None
+            microbatch.routes = microbatch.live_positions = microbatch.live_mask = microbatch.replay_mask = None
             microbatch.rows = microbatch.batch_rows = None
             microbatch.used = {}
 

@@ -1,4 +1,4 @@
-"""The account of a session that takes micro-batches: its ranks tell each other their numbers, and all raise or none.
+"""Check of a session over the ranks of its group: ranks publish their numbers, and all raise or none.
 
 A rank that leaves its block by an exception, or cannot open its session, says so before it raises, and waits for nobody. A
 collective cannot do this: the others would wait in it for ever, and the next session's exchange would be shifted. So numbers

@@ -81,7 +81,7 @@ class MicrobatchSession(Session):
         self._num_pauses = 0  # blocks of `paused` that are open
         self._rows = Counts()  # see `count_rows`
         self._failed = Counts()  # by message, checks that the host has not waited for
-        self._tell: dict[str, Callable[[], str]] = {}  # message -> what says it in more words
+        self._details: dict[str, Callable[[], str]] = {}  # message -> what says it in more words
 
     def _find_routers(self) -> list[list[FoundRouter]]:
         return super()._find_routers() if self._enabled else []
@@ -242,9 +242,9 @@ class MicrobatchSession(Session):
             expected, rows = to_device(expected, tokens.device), microbatch.batch_rows
             rows = None if rows is None else to_device(rows, tokens.device)
             why = "move tokens and rows by the same code, and run micro-batches in the order in which they were queued."
-            count, tell = count_differing_tokens(tokens, expected, rows, why=why)
+            count, detail = count_differing_tokens(tokens, expected, rows, why=why)
             where = f"micro-batch {microbatch.number} of chunk {chunk.index}"
-            self._check(count, f"MRR203: {where}: {why}", lambda: f"MRR203: {where}: {tell()}")
+            self._check(count, f"MRR203: {where}: {why}", lambda: f"MRR203: {where}: {detail()}")
 
     def _on_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
         """Take note that every router of a chunk has routed this micro-batch."""
@@ -268,19 +268,19 @@ class MicrobatchSession(Session):
             raise LayoutError(message)
         return lowest < 0
 
-    def _check(self, failed: Tensor, message: str, tell: Callable[[], str] | None = None) -> None:
+    def _check(self, failed: Tensor, message: str, detail: Callable[[], str] | None = None) -> None:
         """Raise if `failed` (a scalar) is not 0: now on the CPU, else once at the end, to spare the host a sync.
 
         Args:
             message: what is wrong.
-            tell: says it in more words, from what the host must wait for.
+            detail: says it in more words, from what the host must wait for.
         """
         if failed.device.type != "cpu":
             self._failed.add(**{message: failed})
-            if tell is not None:
-                self._tell[message] = tell
+            if detail is not None:
+                self._details[message] = detail
         elif bool(failed):
-            raise LayoutError(message if tell is None else tell())
+            raise LayoutError(message if detail is None else detail())
 
     # ---- the end
     @property
@@ -342,7 +342,7 @@ class MicrobatchSession(Session):
             for text in verdict.warnings:
                 warn("agreement", text)
         if failed:
-            texts = [self._tell[message]() if message in self._tell else message for message in failed]
+            texts = [self._details[message]() if message in self._details else message for message in failed]
             raise LayoutError("\n  ".join([*texts, *problems]))
         return problems
 
@@ -377,7 +377,7 @@ class MicrobatchSession(Session):
 
 
 def open_session(make: Callable[[], S], group: dist.ProcessGroup | None) -> S:
-    """Make a session that takes micro-batches and start it; if it cannot be made, tell the ranks that could make theirs."""
+    """Make a session that takes micro-batches and start it; if it cannot be made, publish the failure to the others."""
     try:
         session = make()
     except BaseException:

@@ -136,7 +136,7 @@ class ReplaySession(MicrobatchSession):
         router_state = self._routers[call.router]
         assert router_state.chunk is not None, "it takes micro-batches"
         layer_number = router_state.found.layer_number
-        self._agreement.add(microbatch, router_state.chunk, layer_number, own, used, microbatch.replayed)
+        self._agreement.add(microbatch, router_state.chunk, layer_number, own, used, microbatch.replay_mask)
 
     # ---- rows into the trace
     def _take_trace(self, trace: RoutingTrace) -> None:
@@ -226,7 +226,7 @@ class ReplaySession(MicrobatchSession):
         # The live router decides padding as well, which is counted apart.
         masks = [mask for mask in (live_mask, padding) if mask is not None]
         live_mask = reduce(torch.logical_or, masks) if masks else None
-        replayed = None if live_mask is None else to_device(~live_mask, chunk.device)
+        replay_mask = None if live_mask is None else to_device(~live_mask, chunk.device)
         live_positions = device_mask = None  # None spares every router of the micro-batch its live top-k
         if live_mask is not None and live_mask.device.type == "cpu":
             live_positions = to_device(live_mask.nonzero().squeeze(1), chunk.device) if bool(live_mask.any()) else None
@@ -242,7 +242,7 @@ class ReplaySession(MicrobatchSession):
             routes=LayerRoutes(topk_indices),
             live_positions=live_positions,
             live_mask=device_mask,
-            replayed=replayed,
+            replay_mask=replay_mask,
             token_ids=None if token_ids is None else to_device(token_ids, chunk.device),
             batch_rows=None if routes.rows is None else to_device(routes.rows, chunk.device),
             checked_layer=None if self._agreement is None else self._agreement.next_layer(chunk),
@@ -292,8 +292,10 @@ class ReplaySession(MicrobatchSession):
         if rows.device.type == "cpu":
             check_tokens(rows, tokens, token_ids=known)
         else:
-            count, tell = count_differing_tokens(tokens, torch.where(rows >= 0, known[rows.clamp(min=0)], -1), rows)
-            self._check(count, f"MRR203: token_ids differ from the trace's: {MOVED_APART}", lambda: f"MRR203: {tell()}")
+            count, detail = count_differing_tokens(tokens, torch.where(rows >= 0, known[rows.clamp(min=0)], -1), rows)
+            self._check(
+                count, f"MRR203: token_ids differ from the trace's: {MOVED_APART}", lambda: f"MRR203: {detail()}"
+            )
         return tokens
 
     # ---- the end
@@ -308,9 +310,9 @@ class ReplaySession(MicrobatchSession):
         )
 
     def _judge(self, everyone: Mapping[int, Numbers]) -> tuple[list[str], list[str]]:
-        asked = [numbers.agreement for numbers in everyone.values() if numbers.agreement]
-        problems = judge_replay(everyone, self._min_replayed) + agreement.problems(asked, self._min_agreement)
-        warning = agreement.warning(asked)
+        agreements = [numbers.agreement for numbers in everyone.values() if numbers.agreement]
+        problems = judge_replay(everyone, self._min_replayed) + agreement.problems(agreements, self._min_agreement)
+        warning = agreement.warning(agreements)
         return problems, [warning] if warning else []
 
 

@@ -52,7 +52,7 @@ class Case:
 
 
 def build(case: Case) -> tuple[Any, list[Any], list[dict[str, Any]]]:
-    """Return (config, this rank's chunks, this rank's micro-batches with `routing_rows`)."""
+    """Return (config, this rank's chunks, this rank's micro-batches with `rows`)."""
     from megatron.core import parallel_state
 
     if not parallel_state.is_initialized():  # a test may build several models
@@ -68,7 +68,7 @@ def build(case: Case) -> tuple[Any, list[Any], list[dict[str, Any]]]:
     )
     rows = torch.arange(case.num_tokens).view(case.num_microbatches, case.batch_size, case.sequence_length)
     for microbatch, its_rows in zip(microbatches, rows):
-        microbatch["routing_rows"] = its_rows
+        microbatch["rows"] = its_rows
     cp_rank = parallel_state.get_context_parallel_rank()
     if case.layout.cp_size > 1:
         microbatches = [
@@ -82,7 +82,7 @@ def run(chunks: list[Any], case: Case, microbatches: list[dict[str, Any]], sessi
 
     def queue(microbatch: dict[str, Any], model: Any) -> None:
         if session is not None:
-            session.microbatch(microbatch["routing_rows"], model, padding=microbatch.get("padding"))
+            session.microbatch(microbatch["rows"], model, padding=microbatch.get("padding"))
 
     losses = run_schedule(chunks, case.layout, microbatches, before_forward=queue, **options)
     return losses, ({} if options.get("forward_only") else gradients(chunks))
@@ -180,7 +180,7 @@ def rows_seen(case: Case, microbatch: dict[str, Any]) -> Tensor:
     """The rows in the order this rank's routers see them, worked out by hand: s-major, then this TP rank's chunk."""
     from megatron.core import parallel_state
 
-    rows = microbatch["routing_rows"].t().reshape(-1)
+    rows = microbatch["rows"].t().reshape(-1)
     if case.layout.sequence_parallel:
         rows = rows.chunk(case.layout.tp_size)[parallel_state.get_tensor_model_parallel_rank()]
     return rows

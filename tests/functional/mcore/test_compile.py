@@ -48,7 +48,7 @@ def step(model: Any, microbatches: list[dict[str, Any]], session: Any = None) ->
     losses: list[Tensor] = []
     for i, microbatch in enumerate(microbatches):
         if session is not None:
-            session.microbatch(microbatch["routing_rows"], model)
+            session.microbatch(microbatch["rows"], model)
         losses.append(model(**model_inputs(microbatch)).mean())
         if i:
             losses[i - 1].backward()

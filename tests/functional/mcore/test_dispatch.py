@@ -39,6 +39,6 @@ def test_every_call_of_a_router_is_seen_in_its_dispatcher(name, kind, megatron):
         run(chunks, case, microbatches, session)
     report = session.report
     if "capacity" not in name:
-        calls, rows = report.forwards + report.recomputes, microbatches[0]["routing_rows"].numel()
+        calls, rows = report.forwards + report.recomputes, microbatches[0]["rows"].numel()
         assert report.decisions["verified"] == calls * rows
     assert report.decisions.get("wrong", 0) == 0

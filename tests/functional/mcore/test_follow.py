@@ -46,7 +46,7 @@ def rows_of(number: int) -> Tensor:
 
 
 def batch(numbers: list[int], kind: str, layout: ParallelSizes, cp_rank: int) -> dict[str, Any]:
-    """One micro-batch, shuffled, cut and padded; `routing_rows` are for the oracle alone."""
+    """One micro-batch, shuffled, cut and padded; `rows` are for the oracle alone."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     tokens, rows = [samples()[n][:CUT] for n in numbers], [rows_of(n)[:CUT] for n in numbers]
@@ -70,7 +70,7 @@ def batch(numbers: list[int], kind: str, layout: ParallelSizes, cp_rank: int) ->
     ids, at, position_ids = split(ids), split(at), split(position_ids)
     return {
         "tokens": ids,
-        "routing_rows": at,
+        "rows": at,
         "position_ids": position_ids.contiguous(),
         "labels": ids,
         "loss_mask": (at >= 0).float(),
@@ -115,7 +115,7 @@ def follow(layout: ParallelSizes, kind: str, raw_stages: bool = False) -> int:
     assert session.report.rows_padding > 0
 
     def queue(microbatch: dict[str, Any], model: Any) -> None:
-        rows = microbatch["routing_rows"]
+        rows = microbatch["rows"]
         session.microbatch(rows, model, padding=rows < 0)
 
     with mrr.replay(chunks, trace, **DRAWN) as session:
@@ -182,14 +182,14 @@ def contiguous(layout: ParallelSizes) -> int:
     rank, size = parallel_state.get_context_parallel_rank(), layout.cp_size
     (chunk,) = build_tiny_gpt(tiny_gpt_config(layout), layout, core_attention="small")
 
-    def check(failed: Tensor, message: str, tell: Any = None) -> None:
+    def check(failed: Tensor, message: str, detail: Any = None) -> None:
         assert not failed, message
 
     follower = Follower(the_trace(), padding_token_ids=None, cp_partition_mode="contiguous", check=check)
     ids = whole["tokens"].chunk(size, dim=1)[rank]
     inputs = ForwardInputs(input_ids=ids, packed_seq_params=whole["packed_seq_params"])
     found = follower.find(chunk, inputs, the_trace(), "here")
-    return int((found.rows != whole["routing_rows"].chunk(size, dim=1)[rank]).sum())
+    return int((found.rows != whole["rows"].chunk(size, dim=1)[rank]).sum())
 
 
 def test_context_parallelism_as_a_contiguous_stream(on_ranks: Any) -> None:
@@ -232,13 +232,11 @@ def replay_recorded(layout: ParallelSizes, path: str, kind: str) -> list[float]:
     first = {n: sum(lengths[:i]) for i, n in enumerate(order)}
     own = [int(rows_of(n)[0]) for n in range(6)]
     for microbatch in microbatches:
-        rows = microbatch["routing_rows"]
+        rows = microbatch["rows"]
         for n in range(6):
             inside = (rows >= own[n]) & (rows < own[n] + len(samples()[n]))
-            microbatch["routing_rows"] = torch.where(
-                inside, rows - own[n] + first[n] + 1000, microbatch["routing_rows"]
-            )
-        microbatch["routing_rows"] = torch.where(rows >= 0, microbatch["routing_rows"] - 1000, -1)
+            microbatch["rows"] = torch.where(inside, rows - own[n] + first[n] + 1000, microbatch["rows"])
+        microbatch["rows"] = torch.where(rows >= 0, microbatch["rows"] - 1000, -1)
     assert wrong_replays(Case(layout=layout), seen, trace, microbatches) == 0
     return [float(loss) for loss in losses]
 

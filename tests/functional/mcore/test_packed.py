@@ -49,7 +49,7 @@ def train_packed(layout: ParallelSizes, rows_are_split: bool = True) -> dict[str
         "labels": ([sample[1:] for sample in samples()], 0),
         "loss_mask": ([torch.ones(length) for length in LENGTHS], 0),
         "position_ids": ([torch.arange(length) for length in LENGTHS], 0),
-        "routing_rows": (number_rows(LENGTHS), -1),
+        "rows": (number_rows(LENGTHS), -1),
     }
     packed = {name: pack_sequences(values, fill=fill, sequence_multiple=8) for name, (values, fill) in fields.items()}
     bounds = packed["tokens"].cu_seqlens_padded
@@ -60,7 +60,7 @@ def train_packed(layout: ParallelSizes, rows_are_split: bool = True) -> dict[str
     }
     if not rows_are_split:
         length = microbatch["tokens"].shape[1]
-        microbatch["routing_rows"] = packed["routing_rows"].values[:, cp_rank * length : (cp_rank + 1) * length]
+        microbatch["rows"] = packed["rows"].values[:, cp_rank * length : (cp_rank + 1) * length]
     longest = int(bounds.diff().max())
     microbatch["packed_seq_params"] = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
@@ -68,7 +68,7 @@ def train_packed(layout: ParallelSizes, rows_are_split: bool = True) -> dict[str
     trace = the_trace()
 
     def queue(microbatch: dict[str, Any], model: Any) -> None:
-        rows = microbatch["routing_rows"]
+        rows = microbatch["rows"]
         # Padding has row -1, and every token of these samples has a row.
         session.microbatch(rows, model, token_ids=microbatch["tokens"], padding=rows < 0)
 

@@ -35,7 +35,7 @@ def regrouped(case: Case) -> None:
     part, whole = recording.trace(), recording.gather()
     # Position i of the batch goes where position s - 1 - i was: under sequence parallelism to the other rank.
     for microbatch in microbatches:
-        for name in ("tokens", "labels", "routing_rows"):
+        for name in ("tokens", "labels", "rows"):
             microbatch[name] = microbatch[name].flip(1)
     if case.layout.tp_size == 2:
         with pytest.raises(mrr.RouterReplayError, match=ELSEWHERE), mrr.replay(chunks, part) as session:
@@ -71,7 +71,7 @@ def trained_and_evaluated(follows: bool) -> None:
         nonlocal plans
         batch = next(data_iterator)
         if session is not None and not follows:
-            session.microbatch(batch["routing_rows"], model)
+            session.microbatch(batch["rows"], model)
         plans += return_schedule_plan
         call = model.build_schedule_plan if return_schedule_plan else model
         return call(**model_inputs(batch)), partial(masked_mean_loss, batch["loss_mask"])

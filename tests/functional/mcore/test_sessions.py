@@ -81,7 +81,7 @@ def test_a_session_holds_topk_compact_ids_per_token_and_layer(num_experts, bytes
         return num_bytes / (case.num_tokens * config.num_layers)
 
     for microbatch in microbatches:
-        session.microbatch(microbatch["routing_rows"])
+        session.microbatch(microbatch["rows"])
     assert held() == config.moe_router_topk * bytes_an_id
     outputs = [model(**model_inputs(microbatch)) for microbatch in microbatches]
     assert held() == config.moe_router_topk * bytes_an_id

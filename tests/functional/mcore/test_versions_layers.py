@@ -33,7 +33,7 @@ needs_hybrid = pytest.mark.skipif(MEGATRON < (0, 18), reason="Megatron-Core has 
 
 
 def hybrid(case: Case, pattern: str) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Return (this rank's chunks, micro-batches with routing_rows) of a hybrid model."""
+    """Return (this rank's chunks, micro-batches with rows) of a hybrid model."""
     _, _, microbatches = build(case)
     num_layers = len(pattern.split("/")[0].replace("|", ""))
     config = tiny_gpt_config(case.layout, **{**case.config, "num_layers": num_layers})
