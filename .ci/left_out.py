@@ -15,6 +15,9 @@ TEXT = ("docs/", "mkdocs.yml", ".github/", "LICENSE", "CITATION.cff", ".gitignor
 QUICK_TESTS = ("tests/unit/", "tests/functional/")
 ROOMS = ("capture", "cli", "demo", "diagnostics", "testing", "trainers", "transport")
 BENCHMARKS = ("__init__", "__main__", "measure", "router", "step", "store", "memory", "capture", "decode")
+PAGES_ALWAYS_RUN = ("docs/first_hour.md",)
+"""Pages of docs/ whose blocks run in every CI, as README's do; others run when they changed."""
+WHAT_RUNS_PAGES = ("conftest.py", "tests/conftest.py", "tests/snippets.py", "constraints.txt", "pyproject.toml")
 DAY = 24 * 60 * 60
 
 
@@ -142,6 +145,14 @@ def base() -> str | None:
     return next((commit for commit, seconds in commits if int(seconds) < newest - DAY), None)
 
 
+def untouched_pages(changed: list[str]) -> list[str]:
+    """Return the pages of docs/ whose blocks may be left out."""
+    if set(changed) & set(WHAT_RUNS_PAGES):
+        return []
+    pages = git("ls-files", "docs/*.md").splitlines()
+    return [page for page in pages if page not in changed and page not in PAGES_ALWAYS_RUN]
+
+
 def main() -> None:
     """Print the options, or the steps, and the reasons."""
     groups, what = (STEPS, "steps") if sys.argv[1:] == ["steps"] else (GROUPS, "slow tests")
@@ -166,6 +177,9 @@ def main() -> None:
             print(group.name)
         elif groups is GROUPS and touched == []:
             print(*(f"--ignore={test}" for test in group.tests), sep="\n")
+    if groups is GROUPS and changed is not None and (pages := untouched_pages(changed)):
+        print(f"{what}: LEFT OUT {len(pages)} pages that did not change since {commit[:10]}", file=sys.stderr)
+        print(*(f"--ignore={page}" for page in pages), sep="\n")
 
 
 if __name__ == "__main__":

@@ -64,6 +64,16 @@ def test_a_path_touches_the_steps_that_read_it(path, expected):
     assert [step.name for step in STEPS if step.touched([path, "CHANGELOG.md"])] == expected
 
 
+def test_a_page_runs_if_it_changed_or_what_runs_it(monkeypatch):
+    script = runpy.run_path(str(SCRIPT), run_name="left_out")
+    monkeypatch.chdir(ROOT)
+    pages = script["untouched_pages"]
+    assert {"docs/support.md", "docs/exactness.md"} < set(pages(["README.md"]))
+    assert set(pages(["README.md"])) - set(pages(["docs/support.md"])) == {"docs/support.md"}
+    assert "docs/first_hour.md" not in pages([])
+    assert pages(["tests/snippets.py"]) == []
+
+
 def test_no_group_does_without_a_part_that_its_own_files_name():
     for group in GROUPS:
         for start in (*group.sources, *group.tests):
