@@ -37,7 +37,7 @@ __all__ = [
 _BY_TOKENS = (
     "RoutingTrace.from_samples(tokens, routes, ...), then replay(model_chunks, trace): rows are found by tokens."
 )
-_FOLLOWED = "rows follow tokens: pass input_ids on every pipeline stage (docs/own_trainer.md)."
+_FOLLOWED = "rows follow tokens: pass input_ids on every pipeline stage (docs/trainers.md)."
 __getattr__, _ = lazy_names(
     __name__,
     {},
