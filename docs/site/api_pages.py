@@ -23,7 +23,8 @@ TABLE = re.compile(r"(<!-- names: ([\w.]+) -->\n).*?(<!-- end of names -->)", re
 
 def signature(value: Any) -> str:
     """Return the parameters of a function or class without annotations; "" for other values."""
-    if not callable(value) or (isinstance(value, type) and issubclass(value, (Exception, Enum))):
+    is_plain = isinstance(value, ModuleType) or (isinstance(value, type) and issubclass(value, (Exception, Enum)))
+    if is_plain or not callable(value):
         return ""
     try:
         found = inspect.signature(value)
@@ -36,11 +37,11 @@ def signature(value: Any) -> str:
 
 
 def first_line(value: Any) -> str:
-    """Return the first sentence of the docstring of a function, class or module; "" for other values."""
+    """Return the first sentence of the docstring of a function, class or module, or of an object's class."""
     if getattr(value, "__module__", "").startswith("megatron.core"):
         return "Megatron-Core's own."  # its docstring differs between versions
     documented = isinstance(value, (type, ModuleType)) or inspect.isroutine(value)
-    text = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split()) if documented else ""
+    text = " ".join((inspect.getdoc(value if documented else type(value)) or "").split("\n\n")[0].split())
     return re.split(r"(?<=\.)\s", text)[0].replace("|", "\\|")
 
 
