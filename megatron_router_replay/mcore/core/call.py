@@ -1,4 +1,8 @@
-"""State of one call of `TopKRouter.routing`: its request, its experts and their source."""
+"""One call of `TopKRouter.routing`: the request of Megatron-Core, the experts that answer it, and their source.
+
+session        the hook passes a RoutingCall to Megatron-Core in place of `router.router_replay`
+RouterReplay   Megatron-Core calls its `get_replay_topk`, which makes a RoutingCall and returns its answer
+"""
 
 from __future__ import annotations
 
@@ -16,8 +20,18 @@ from megatron_router_replay.mcore.core.tape import Entry
 from megatron_router_replay.mcore.model.upstream import REPLAY_METHOD, TOPK_ORDER_FOLLOWS_GRAD
 
 
-class RoutingSource(Protocol):
-    """Chooses the experts of a router: a session, or its part that a freeze registers with the hook."""
+class ExpertSource(Protocol):
+    """Chooses the experts of a forward: a session, or a RouterReplay with an action."""
+
+    def _experts(self, call: RoutingCall, request: TopKRequest) -> Tensor | None:
+        """Return the experts that a call uses, [num_tokens, topk] integers; None: the router's own live top-k."""
+
+    def _on_routed(self, call: RoutingCall) -> None:
+        """Record that the call is over."""
+
+
+class RoutingSource(ExpertSource, Protocol):
+    """An ExpertSource that the hook registers for routers: a session, or the part of a freeze that lasts with the model."""
 
     kind: str
     _takes_microbatches: bool
@@ -32,15 +46,9 @@ class RoutingSource(Protocol):
             is_written: a tape is being written.
         """
 
-    def _experts(self, call: RoutingCall, request: TopKRequest) -> Tensor | None:
-        """Return the experts that a call uses, [num_tokens, topk] integers; None: the router's own live top-k."""
-
-    def _on_routed(self, call: RoutingCall) -> None:
-        """Record that the call is over."""
-
 
 class RouterCounts(Counts):
-    """Counts of one router in one session; tapes keep them, so they outlive the session.
+    """Counts of a router in a session; tapes keep them, so they outlive the session.
 
     Args:
         flips: also take the live top-k in recomputes, and count the decisions that it would have flipped.
@@ -69,11 +77,10 @@ class RouterCounts(Counts):
 
 
 class TopKRequest(NamedTuple):
-    """Megatron-Core's request for the experts of one call of a router; it lives for one call.
+    """Arguments of `get_replay_topk`, by which Megatron-Core requests the experts of a call; they live for that call.
 
     Args:
-        scores: [num_tokens, num_experts], what the router ranks: logits or probabilities, with the expert bias where there
-            is one.
+        scores: [num_tokens, num_experts], logits or probabilities, with the expert bias where there is one.
         topk: experts for each token.
         num_groups, group_topk: group-limited routing; `compute_topk` takes them.
         compute_topk: the router's own top-k.
@@ -112,6 +119,7 @@ class TopKRequest(NamedTuple):
         Raises:
             ReplayStateError: they have another shape than the tokens.
         """
+        # Megatron-Core itself would broadcast one row, and leave tokens without experts where rows are too few.
         num_tokens = self.scores.shape[0]
         if used.shape != (num_tokens, self.topk):
             raise ReplayStateError(
@@ -123,33 +131,33 @@ class TopKRequest(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RoutingCall:
-    """The experts of one call of a router; Megatron-Core must request them exactly once.
+    """The experts of a router's call, which Megatron-Core must request exactly once.
 
     Args:
-        router: the TopKRouter.
+        router: the TopKRouter, or the RouterReplay with an action.
         counter: of the source and this router.
         dtype: of the indices that a tape keeps.
-        source: chooses the experts, and records the end of the call; None: the call is a recompute.
+        source: chooses the experts of a forward; None: the call is a recompute.
         recompute_of: the entry that this call repeats; None: it is a forward.
         microbatch: the one that the router forwards; None: the router only runs live, or the session takes none.
+        is_written: a tape is being written.
+        in_order: leave the columns as they are: a live top-k with gradients would sum them in this order, or a driver set it.
 
     Attributes:
-        is_written: a tape is being written.
         used: [num_tokens, topk] int64, the experts, once Megatron-Core has requested them.
         kept: `used` as a tape keeps it; None: it is made in `dtype` when a tape needs it.
-        in_order: the columns of `used` are sorted as those of a live top-k with gradients; it matters since 0.18.
     """
 
     router: Any
     counter: RouterCounts
     dtype: torch.dtype
-    source: RoutingSource | None = None
+    source: ExpertSource | None = None
     recompute_of: Entry | None = None
     microbatch: Any = None
     is_written: bool = False
+    in_order: bool = False
     used: Tensor | None = field(default=None, init=False)
     kept: Any = field(default=None, init=False)
-    in_order: bool = field(default=False, init=False)
 
     def get_replay_topk(
         self,
@@ -166,12 +174,12 @@ class RoutingCall:
         """
         if self.used is not None:
             raise ReplayStateError(
-                f"MRR414: {tape.layer_of(self.router)} asked for its experts twice in one call; which tokens the "
-                "second request is about cannot be told."
+                f"MRR414: {tape.layer_of(self.router)} requested its experts twice in one call, and either request may be "
+                "about different tokens."
             )
         request = TopKRequest(scores, topk, num_groups, group_topk, default_compute_topk)
-        # A forward chooses and a recompute recalls. A selective checkpoint pairs their operations, so it must not see these.
         values: Tensor | None = None
+        # A forward chooses where its recompute reads a tape: a selective checkpoint would pair these unequal operations.
         with tape.hidden_from_selective_checkpoint():
             if self.recompute_of is not None:
                 used = self.recompute_of.topk_indices.to(torch.int64)
@@ -179,7 +187,7 @@ class RoutingCall:
                     flipped = request.live_topk()[1].sort(dim=1).values != used.sort(dim=1).values
                     self.counter.add(flips=flipped.any(dim=1).sum())
             else:
-                assert self.source is not None, "somebody decides for a forward"
+                assert self.source is not None, "a forward has a source"
                 used = self.source._experts(self, request)
                 if used is None:
                     values, used = request.live_topk()
@@ -196,15 +204,12 @@ class RoutingCall:
         return scores.gather(1, indices), indices
 
     def _order_matters(self, request: TopKRequest) -> bool:
-        """Return whether sums over the columns would differ from those of a live top-k, which is sorted here.
-
-        Without a sum over the chosen experts, no order matters. A top-k in groups is always sorted, and so is a recording of
-        it. What ran in a forward with gradients is sorted by the same scores already.
-        """
+        """Return whether sums over the columns would differ from those of a live top-k, which is sorted here."""
+        if self.in_order or request.group_topk:  # a live top-k in groups is always sorted, and so are its recordings
+            return False
+        # Softmax before the top-k leaves no sum over the chosen experts.
         config = self.router.config
-        has_no_sum = config.moe_router_score_function == "softmax" and config.moe_router_pre_softmax
-        was_sorted = request.group_topk or (self.recompute_of is not None and self.recompute_of.in_order)
-        return not has_no_sum and not was_sorted
+        return not (config.moe_router_score_function == "softmax" and config.moe_router_pre_softmax)
 
     def entry(self) -> Entry:
         """Return this call as a tape keeps it for its recompute."""
@@ -217,7 +222,7 @@ class RoutingCall:
         return Entry(self.router, self.kept, self.counter, self.in_order)
 
     def check_probabilities(self, probs: Tensor) -> None:
-        """Count the rows that gave a chosen expert the probability 0; the host waits for nothing."""
+        """Count the rows that gave a chosen expert the probability 0, without a device synchronization."""
         assert self.used is not None, "the call is over"
         with tape.hidden_from_selective_checkpoint(), torch.no_grad():
             self.counter.add(zero=(probs.gather(1, self.used) == 0).any(dim=1).sum())
@@ -227,7 +232,7 @@ setattr(RoutingCall, REPLAY_METHOD, RoutingCall.get_replay_topk)
 
 
 def count_wrong(counter: RouterCounts, used: Tensor, routing_map: Tensor) -> None:
-    """Count the rows of a routing map that do not name the experts used; the host waits for nothing."""
+    """Count the rows of a routing map that differ from the experts used, without a device synchronization."""
     with tape.hidden_from_selective_checkpoint(), torch.no_grad():
         expected = torch.zeros_like(routing_map).scatter_(1, used, True)
         counter.add(wrong=(expected != routing_map).any(dim=1).sum(), verified=used.shape[0])

@@ -1,22 +1,21 @@
 """`TopKRouter.routing` takes its experts from the first of these that applies.
 
-    1  a tape is being read          -> its next entry, which must be this router's; sessions do not matter
-    2  any other backward            -> raises, if the router ever had a session, until `forget`
-    3  the router has a session      -> the experts of the session, written on every tape that is being written
-    4  else                          -> Megatron-Core's own code, untouched
+    1  a tape is being read              -> its next entry, which must be this router's; sessions do not matter
+    2  any other backward                -> raises, if the router was ever registered, until `forget`
+    3  a source is registered            -> the experts of the source, written on every tape that is being written
+    4  its RouterReplay has an action    -> see `router_replay`
+    5  else                              -> Megatron-Core's own code, untouched
 
 A `RoutingCall` is passed as `router_replay=` for one call of `topk_routing_with_score_function`; a call that does not use it
-exactly once raises. The hooks are process-wide: `install` puts them in once, and they pass calls on while nothing is held.
+exactly once raises. The hooks are process-wide: `install` puts them in once, and nothing is put on a model.
 A forward's way through a session, in the order of calls:
 
-    routing -> recompute_or_decide -> tape.checkpoint_state                                whether this is a recompute
+    routing -> routing_call -> tape.checkpoint_state                                       whether this is a recompute
             -> Session._routing_call -> Queue.microbatch_of                                the micro-batch of this call
     topk_routing_with_score_function -> RoutingCall.get_replay_topk -> Session._experts    its experts
     routing -> tape.write                                                                  for its recomputes
             -> Session._on_routed -> Queue.routed                                          one router of the micro-batch ran
-    dispatch_preprocess                                                                    gets what left it; see `dispatch`
-
-Nothing is put on a model.
+    dispatch_preprocess                                                                    gets both outputs; see `dispatch`
 
 Source: Megatron-Core 0.16.1 to 0.19.2, router.TopKRouter.routing and moe_utils.topk_routing_with_score_function.
 """
@@ -115,15 +114,17 @@ def sources_of(router: Any) -> list[RoutingSource]:
     return list(registration.sources) if registration else []
 
 
-def recompute_or_decide(router: Any, registration: Registration) -> tuple[Entry | None, RoutingSource | None, bool]:
-    """Return the line of the four above that applies to this call of a router.
+def routing_call(router: Any, registration: Registration, shape: torch.Size) -> tuple[RoutingCall | None, bool]:
+    """Return the state of a router's call, from the first line above that applies.
+
+    Args:
+        shape: of its tokens, [s, b].
 
     Returns:
-        (the entry that it repeats, the source of its experts, whether a tape is being written); both None: Megatron-Core's
-        own code.
+        (the call, or None: run Megatron-Core's own top-k; whether a tape is being written).
 
     Raises:
-        ReplayStateError: it repeats a forward without a tape.
+        ReplayStateError: it repeats a forward without a tape, or a forward without a session.
     """
     run, repeats, is_written = tape.checkpoint_state()
     sources = registration.sources
@@ -131,12 +132,14 @@ def recompute_or_decide(router: Any, registration: Registration) -> tuple[Entry 
         check_runs_python(router)  # a recompute that is traced would keep the entry of this one
     if run is not None:
         entry = run.next(router, getattr(router, REPLAY_ARGUMENT, None))
-        if entry.counter is not None:
-            return entry, None, is_written
-        if sources:  # it ran without a session
+        if entry.router is router and entry.topk_indices is not None:
+            entry.counter.add(recomputes=1, recomputed=entry.topk_indices.shape[0])
+            dtype = entry.topk_indices.dtype
+            return RoutingCall(router, entry.counter, dtype, recompute_of=entry, in_order=entry.in_order), is_written
+        if sources:
             raise ReplayStateError(
                 f"MRR412: {tape.layer_of(router)} is recomputed in a session, but its forward ran before the session, "
-                "live or driven: run that backward before the session begins."
+                "live or with an action: run that backward before the session begins."
             )
     elif repeats:
         # With or without a session: no number of autograd shows reliably whether this forward ran under an earlier one.
@@ -147,18 +150,31 @@ def recompute_or_decide(router: Any, registration: Registration) -> tuple[Entry 
             "needed any more, uninstall() lets the model train without one."
         )
     elif sources:
-        if tape.open_runs and not is_written and torch.is_grad_enabled():
-            raise ReplayStateError(
-                f"MRR413: {tape.layer_of(router)} is called in a thread that runs no checkpointed function, while another "
-                "thread runs one: if that one started this thread, nobody could tell its recompute from a new forward. Call "
-                "the model in the thread that runs the checkpointed function, and train one model at a time under sessions."
-            )
+        if tape.open_runs and not is_written:
+            check_thread(router)
         if getattr(router, REPLAY_ARGUMENT, None) is not None:
             check_not_driven(router)
-        return None, sources[-1], is_written
+        return sources[-1]._routing_call(router, shape, is_written), is_written
     else:
         _count_unregistered(router)
-    return None, None, is_written
+    return None, is_written
+
+
+def check_thread(router: Any) -> None:
+    """Raise for a forward with gradients in this thread, while only different threads run checkpointed functions.
+
+    Args:
+        router: the TopKRouter or RouterReplay.
+
+    Raises:
+        ReplayStateError: a checkpointed function may have started this thread, and its recompute would read no tape.
+    """
+    if torch.is_grad_enabled():
+        raise ReplayStateError(
+            f"MRR413: {tape.layer_of(router)} is called in a thread that runs no checkpointed function, while a different "
+            "thread runs one: if that one started this thread, its recompute would look like a new forward. Call the model "
+            "in the thread that runs the checkpointed function, and train one model at a time under sessions."
+        )
 
 
 def check_not_driven(router: Any) -> None:
@@ -265,28 +281,22 @@ def _routing_hook(original: Any) -> Any:
         dispatch.thread.left.pop(self, None)
         if not registration.sources and _is_left_to(getattr(self, REPLAY_ARGUMENT, None)):
             return _pass_on(original, self, logits, *args, **kwargs)
-        entry, source, is_written = recompute_or_decide(self, registration)
-        call: RoutingCall | None = None
-        if entry is not None:
-            entry.counter.add(recomputes=1, recomputed=entry.topk_indices.shape[0])
-            call = RoutingCall(self, entry.counter, entry.topk_indices.dtype, recompute_of=entry)
-        elif source is not None:
-            call = source._routing_call(self, logits.shape[:-1], is_written)
+        call, is_written = routing_call(self, registration, logits.shape[:-1])
         outer, _thread.call = _thread.call, call
         try:
             probs, routing_map = original(self, logits, *args, **kwargs)
         finally:
             _thread.call = outer
-        if call is not None and call.used is None:
-            raise ReplayStateError(
-                f"MRR414: {tape.layer_of(self)} chose experts without asking: something else than Megatron-Core's "
-                "topk_routing_with_score_function decided. Was moe_router_load_balancing_type, or the function, replaced?"
-            )
-        if call is not None and call.counter.verify_routing:
-            assert call.used is not None, "it asked"
-            count_wrong(call.counter, call.used, routing_map)
-        if call is not None and call.counter.topk_again:
-            call.check_probabilities(probs)
+        if call is not None:
+            if call.used is None:
+                raise ReplayStateError(
+                    f"MRR414: {tape.layer_of(self)} chose experts without a request to the session: not by Megatron-Core's "
+                    "topk_routing_with_score_function. Was moe_router_load_balancing_type, or the function, replaced?"
+                )
+            if call.counter.verify_routing:
+                count_wrong(call.counter, call.used, routing_map)
+            if call.counter.topk_again:
+                call.check_probabilities(probs)
         # After the routing, so that a forward that raises has written nothing.
         if is_written:
             tape.write(Entry(self, None) if call is None else call.entry())

@@ -20,7 +20,7 @@ from torch._compile import _disable_dynamo
 
 from megatron_router_replay.errors import ReplayDataError, ReplayStateError, TraceError, UnsupportedRouterError
 from megatron_router_replay.mcore.core import hooks, tape
-from megatron_router_replay.mcore.core.call import TopKRequest
+from megatron_router_replay.mcore.core.call import RouterCounts, RoutingCall, TopKRequest
 from megatron_router_replay.mcore.core.streams import to_device
 from megatron_router_replay.mcore.core.tape import Entry
 from megatron_router_replay.mcore.model.support import refusals
@@ -32,6 +32,8 @@ RouterReplayAction = upstream.RouterReplayAction
 """Megatron-Core's own enum: RECORD, REPLAY_FORWARD and REPLAY_BACKWARD say what a RouterReplay does in the next forward."""
 
 _REPLAYS = (RouterReplayAction.REPLAY_FORWARD, RouterReplayAction.REPLAY_BACKWARD)
+
+_COUNTS = RouterCounts()  # a RouterReplay reports nothing; its calls need one
 
 
 class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
@@ -50,6 +52,7 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
     def __init__(self) -> None:
         self._action: Any = None
         self._checked: Any = None  # the router with settings that were checked
+        self._num_requests = 0  # calls of `get_replay_topk`
         self.static_buffer: Tensor | None = None  # 0.16 has neither
         self.layer_number: int | None = None
         super().__init__()
@@ -135,17 +138,17 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
         if self._checked is not router:
             reasons = refusals(router)
             if router.config.moe_router_fusion:
-                reasons.append("moe_router_fusion=True never asks for a top-k; sessions run its unfused code")
+                reasons.append("moe_router_fusion=True never requests a top-k; sessions run its unfused code")
             if reasons:
                 raise UnsupportedRouterError(
                     f"MRR401: cannot replay {tape.layer_of(router)} exactly: " + "; ".join(reasons)
                 )
             self._checked = router
-        self._asked = False  # until the routing calls `get_replay_topk`
+        num_requests = self._num_requests
         routed = route()
-        if not self._asked and not getattr(router, "is_hash_layer", False):
+        if self._num_requests == num_requests and not getattr(router, "is_hash_layer", False):
             raise ReplayStateError(
-                f"MRR414: {tape.layer_of(router)} chose experts without asking its RouterReplay, which is driven."
+                f"MRR414: {tape.layer_of(router)} chose experts without a request to its RouterReplay, which has an action."
             )
         return routed
 
@@ -158,7 +161,7 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
         group_topk: int | None = None,
         default_compute_topk: Any = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the scores and ids of the experts that this call uses. Megatron-Core calls it for its top-k.
+        """Return scores and ids of the experts that this call uses. Megatron-Core calls it for its top-k.
 
         Args:
             scores: [num_tokens, num_experts], live; logits or probabilities, with the expert bias where there is one.
@@ -170,54 +173,78 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
             ([num_tokens, topk] scores of the chosen experts, [num_tokens, topk] int64).
 
         Raises:
-            ReplayStateError: a replay without a target, or a target of another shape than this forward's; a recompute whose
-                forward is not known; a graph other than torch.compile's is captured.
+            ReplayStateError: a replay without a target, or a target of another shape than this forward's; a recompute
+                without a tape of its forward; a graph other than torch.compile's is captured.
         """
-        self._asked = True
+        self._num_requests += 1
         action = self._action
         run, repeats, is_written = tape.checkpoint_state()
-        if run is not None or action in _REPLAYS or (action is not None and self.static_buffer is None):
-            # A captured graph may record into a static buffer: it writes to the same address in every run.
+        # A captured graph may record into a static buffer, whose address is the same in every run; a tape's is not.
+        records_alone = action == RouterReplayAction.RECORD and self.static_buffer is not None and not is_written
+        if run is not None or (action is not None and not records_alone):
             hooks.check_runs_python("a recompute" if action is None else f"a RouterReplay under {action.name}")
-        request = TopKRequest(scores, topk, num_groups, group_topk, default_compute_topk)
-        used: Tensor | None = None
+        entry: Entry | None = None
         if run is not None:
-            used = self._recall(run)
+            entry = self._next_entry(run)
         elif repeats and self in hooks.once_active and action != RouterReplayAction.REPLAY_BACKWARD:
             # Also without an action: the forward may have run under one that was cleared since.
             raise ReplayStateError(
                 f"MRR412: a recompute under {'no action' if action is None else action.name}, but no tape of its forward is "
-                "known: it ran in a kind of checkpoint that is not known. Name its runs with "
-                "megatron_router_replay.mcore.Tape, or announce recomputes with REPLAY_BACKWARD; if no RouterReplay is "
-                "needed any more, uninstall() lets the model train without one."
+                "known: it ran in an unknown kind of checkpoint. Name its runs with megatron_router_replay.mcore.Tape, or "
+                "announce recomputes with REPLAY_BACKWARD; if no RouterReplay is needed any more, uninstall() lets the model "
+                "train without one."
             )
-        elif action in _REPLAYS:
-            used = self._next_target(action, scores.shape[1])
-        elif action is not None:
-            used = request.live_topk()[1]
-            self._check_holds(scores.shape[1])
-            self.record_indices(used)
-        if used is None:
+        elif action is not None and tape.open_runs and not (is_written or repeats):
+            hooks.check_thread(self)
+        call: RoutingCall | None = None
+        if action is None if entry is None else entry.topk_indices is None:
             values, indices = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         else:
-            indices = request.ids(to_device(used, scores.device), self)
-            values = scores.gather(1, indices)
+            call = RoutingCall(
+                self,
+                _COUNTS,
+                torch.int64,  # no narrower copy on a tape, because each conversion is a launch
+                source=self,
+                recompute_of=entry,
+                is_written=is_written,
+                in_order=True,  # the driver's, as with Megatron-Core's class
+            )
+            values, indices = call.get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
+            if entry is None:
+                self._on_routed(call)
         if is_written:
-            # A copy, never the target itself, into which a driver may write the next micro-batch.
-            tape.write(Entry(self, None if used is None else used.clone()))
+            tape.write(Entry(self, None) if call is None else call.entry())
         return values, indices
 
-    def _recall(self, run: tape.Run) -> Tensor | None:
-        """Return the experts that the forward of this recompute used; None: it ran live."""
-        used: Tensor | None = run.next(self).topk_indices
+    def _experts(self, call: RoutingCall, request: TopKRequest) -> Tensor | None:
+        """Return the target of a forward, None under RECORD; see `ExpertSource`."""
+        num_experts = request.scores.shape[1]
+        if self._action == RouterReplayAction.RECORD:
+            self._check_holds(num_experts)
+            return None
+        target = self._next_target(num_experts)
+        used = to_device(target, request.scores.device)
+        # A driver may write its next micro-batch into the target; the tape keeps the experts of this one.
+        return used.clone() if call.is_written and used is target else used
+
+    def _on_routed(self, call: RoutingCall) -> None:
+        """Record the experts of a forward under RECORD; see `ExpertSource`."""
+        if self._action == RouterReplayAction.RECORD:
+            assert call.used is not None, "it was requested"
+            with tape.hidden_from_selective_checkpoint():  # its recompute records nothing
+                self.record_indices(call.used)
+
+    def _next_entry(self, run: tape.Run) -> Entry:
+        """Return the entry that this recompute repeats."""
+        entry = run.next(self)
         if self._action == RouterReplayAction.REPLAY_BACKWARD and self.replay_backward_list:
             self.replay_backward_list.pop(0)
-        if used is None and self._action in _REPLAYS:
+        if entry.topk_indices is None and self._action in _REPLAYS:
             raise ReplayStateError(f"MRR412: {self._action.name} in a recompute whose forward ran without an action.")
-        return used
+        return entry
 
-    def _next_target(self, action: Any, num_experts: int) -> Tensor:
-        if action == RouterReplayAction.REPLAY_BACKWARD:
+    def _next_target(self, num_experts: int) -> Tensor:
+        if self._action == RouterReplayAction.REPLAY_BACKWARD:
             if not self.replay_backward_list:
                 raise ReplayStateError(
                     "MRR417: REPLAY_BACKWARD with an empty replay_backward_list: every recompute needs one "

@@ -176,7 +176,8 @@ _NOTHING = nullcontext()
 
 def hidden_from_selective_checkpoint() -> AbstractContextManager[Any]:
     """Hide operations from a selective checkpoint, which pairs those of forward and recompute; only one runs these."""
-    if not torch._C._len_torch_dispatch_stack():
+    # Outside of any run, a mode is not a checkpoint's: make_fx traces a RouterReplay that records into a static buffer.
+    if not (torch._C._len_torch_dispatch_stack() and _thread.runs):
         return _NOTHING
     return cast(AbstractContextManager[Any], _python_dispatch._disable_current_modes())
 

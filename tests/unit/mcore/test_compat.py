@@ -106,8 +106,8 @@ def adds_an_expert(*args: Any, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (ignores_it, "layer 1 chose experts without asking"),
-        (asks_twice, "layer 1 asked for its experts twice in one call"),
+        (ignores_it, "layer 1 chose experts without a request to the session"),
+        (asks_twice, "layer 1 requested its experts twice in one call"),
         (adds_an_expert, "decisions left their router with other experts than were decided"),
     ],
 )
@@ -128,7 +128,7 @@ def test_a_driven_router_that_asks_nobody_raises_unless_a_table_routes_it(is_has
         router.is_hash_layer = True
     router.router_replay = mrr.mcore.RouterReplay()
     router.router_replay.set_router_replay_action(mrr.mcore.RouterReplayAction.RECORD)
-    raises = pytest.raises(ReplayStateError, match="layer 1 chose experts without asking its RouterReplay")
+    raises = pytest.raises(ReplayStateError, match="layer 1 chose experts without a request to its RouterReplay")
     with contextlib.nullcontext() if is_hash_layer else raises:
         chunk(tokens())
     router.router_replay.clear_router_replay_action()

@@ -182,7 +182,7 @@ def test_a_driven_router_that_its_recompute_calls_more_often_raises_behind_a_ses
 def test_a_driven_forward_whose_recompute_comes_inside_a_session_raises(chunk):
     loss = forward(chunk, 0)
     RouterReplay.clear_global_router_replay_action()
-    with pytest.raises(ReplayStateError, match="ran before the session, live or driven"), mrr.freeze_recompute(chunk):
+    with pytest.raises(ReplayStateError, match="ran before the session, live or with an action"), mrr.freeze_recompute(chunk):
         loss.backward()
 
 
