@@ -1,1 +1,1 @@
-"""What a router is told: the tape of a checkpoint, the hook in the router, one call."""
+"""Hooks in routers and dispatchers, tapes of checkpoints, and one call of a router."""

@@ -1,4 +1,4 @@
-"""One call of `TopKRouter.routing`: the request of Megatron-Core, the experts that answer it, and their source.
+"""A call of `TopKRouter.routing`: the request of Megatron-Core, its experts, and their source.
 
 session        the hook passes a RoutingCall to Megatron-Core in place of `router.router_replay`
 RouterReplay   Megatron-Core calls its `get_replay_topk`, which makes a RoutingCall and returns its answer
@@ -110,7 +110,7 @@ class TopKRequest(NamedTuple):
         return indices
 
     def ids(self, used: Tensor, router: Any) -> Tensor:
-        """Return the experts that answer it as Megatron-Core takes them, [num_tokens, topk] int64.
+        """Return experts as Megatron-Core takes them, [num_tokens, topk] int64.
 
         Args:
             used: any integer dtype.
@@ -119,7 +119,7 @@ class TopKRequest(NamedTuple):
         Raises:
             ReplayStateError: they have another shape than the tokens.
         """
-        # Megatron-Core itself would broadcast one row, and leave tokens without experts where rows are too few.
+        # Megatron-Core would broadcast one row, and leave tokens without experts where rows are too few.
         num_tokens = self.scores.shape[0]
         if used.shape != (num_tokens, self.topk):
             raise ReplayStateError(
@@ -199,9 +199,10 @@ class RoutingCall:
                     self.used, self.kept = self.used.gather(1, order), None
                 self.in_order = True
             indices = self.used
-        if values is not None and not torch.is_grad_enabled():
-            return values, indices  # without a gradient, a gather would give the same values
-        return scores.gather(1, indices), indices
+            if values is None and not torch.is_grad_enabled():
+                values = scores.gather(1, indices)
+        # Without gradients a live forward has its values and gathers nothing, so its recompute must hide its gather, too.
+        return (scores.gather(1, indices) if torch.is_grad_enabled() else values), indices
 
     def _order_matters(self, request: TopKRequest) -> bool:
         """Return whether sums over the columns would differ from those of a live top-k, which is sorted here."""

@@ -1,10 +1,10 @@
-"""The checkpoints of torch, Megatron-Core and Transformer Engine: every run of a function that they keep is a `tape.Run`.
+"""Wrap the checkpoints of torch, Megatron-Core and Transformer Engine, so that each run of their function is a `tape.Run`.
 
     reentrant        CheckpointFunction.forward(ctx, run_function, ...) of torch, Megatron-Core and Transformer Engine
     non-reentrant    the hooks that torch and Transformer Engine enter around a run: _checkpoint_hook, _recomputation_hook
 
-A checkpoint keeps the function that its recompute calls. `install` wraps that function, so that the tape lives exactly as
-long as the checkpoint, and so as the graph that can ask for a recompute.
+The tape of a reentrant checkpoint is in the closure of its function, that of a non-reentrant one on its frame. So it lives
+exactly as long as the graph that may recompute.
 
 Source: torch 2.13, torch/utils/checkpoint.py; Megatron-Core 0.16.1, tensor_parallel/random.py; Transformer Engine d0067d0,
 pytorch/distributed.py.
@@ -19,25 +19,25 @@ from weakref import ReferenceType
 from megatron.core.tensor_parallel import random as megatron_checkpoints
 from torch.utils import checkpoint as torch_checkpoints
 
-from megatron_router_replay.mcore.core.tape import Tape
+from megatron_router_replay.mcore.core.tape import CheckpointTape
 from megatron_router_replay.mcore.model.upstream import check_names
 
 _TAPE = "router_replay_tape"
 
 
 def install() -> None:
-    """Wrap the checkpoints of torch, Megatron-Core and Transformer Engine, once each. The last one is wrapped only if it is
-    loaded.
+    """Wrap the checkpoints of torch, Megatron-Core and Transformer Engine, once each.
 
     Raises:
-        ReplayStateError: one of the names that this leans on is gone.
+        ReplayStateError: a name of Transformer Engine's checkpoints is gone.
     """
     _wrap_reentrant(torch_checkpoints, "CheckpointFunction")
     _wrap_reentrant(megatron_checkpoints, "CheckpointFunction")
     _wrap_hooks(torch_checkpoints)
+    # Not imported here: a checkpoint of a package that is not loaded cannot run.
     transformer_engine = sys.modules.get("transformer_engine.pytorch.distributed")
     if transformer_engine is not None:
-        loss = "its recomputes are not told from forwards"
+        loss = "its recomputes look like forwards"
         names = ("_CheckpointFunction", "_checkpoint_hook", "_recomputation_hook")
         check_names((transformer_engine, name, loss) for name in names)
         _wrap_reentrant(transformer_engine, "_CheckpointFunction")
@@ -54,14 +54,14 @@ def is_installed() -> bool:
 
 
 def _wrap_reentrant(module: Any, name: str) -> None:
-    """Let every run of the function that a reentrant checkpoint keeps be a Run."""
+    """Make every run of a reentrant checkpoint's function a Run."""
     function = getattr(module, name)
     forward = function.forward
     if hasattr(forward, _TAPE):
         return
 
     def taped(ctx: Any, run_function: Any, *args: Any) -> Any:
-        tape = Tape()
+        tape = CheckpointTape()
         is_first = True
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -71,14 +71,14 @@ def _wrap_reentrant(module: Any, name: str) -> None:
         try:
             return forward(ctx, run, *args)
         finally:
-            is_first = False
+            is_first = False  # the backward calls the same `run`
 
     setattr(taped, _TAPE, True)
     function.forward = staticmethod(taped)
 
 
 def _wrap_hooks(module: Any) -> None:
-    """Let every run of a non-reentrant checkpoint be a Run; both of its runs know the frame that they belong to."""
+    """Make both runs of a non-reentrant checkpoint a Run; its hooks get the frame that the two share."""
     for name, reads in (("_checkpoint_hook", False), ("_recomputation_hook", True)):
         hook = getattr(module, name)
         if not hasattr(hook, _TAPE):
@@ -94,9 +94,9 @@ def _taped_hook(hook: Any, reads: bool) -> Any:
                 frame = frame()
             if reads:
                 # A frame from before `install` has no tape: routers raise where they find nothing on this one.
-                self._run = (getattr(frame, _TAPE, None) or Tape()).recompute()
+                self._run = (getattr(frame, _TAPE, None) or CheckpointTape()).recompute()
             else:
-                setattr(frame, _TAPE, Tape())
+                setattr(frame, _TAPE, CheckpointTape())
                 self._run = getattr(frame, _TAPE).forward()
 
         def __enter__(self) -> Any:

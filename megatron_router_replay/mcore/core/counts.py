@@ -1,4 +1,4 @@
-"""Counts are added where they arise, and read together when a session ends: from a GPU in one wait."""
+"""Counts of a session: added on their device, and read together at its end, with one synchronization."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_PENDING = 256
 
 
 class Counts:
-    """Counts by name. What is on a device is kept there, without an operation, until `read`."""
+    """Counts by name. Scalars on a GPU stay there, without an operation, until `read`."""
 
     __slots__ = ("_counts", "_limit", "_lock", "_pending")
 
@@ -27,7 +27,7 @@ class Counts:
         self._lock = threading.Lock()  # several threads may run backwards at once
 
     def __getitem__(self, name: str) -> int:
-        """Return what was counted, without what `read` has not read."""
+        """Return a count, without the scalars that `read` has not read."""
         return self._counts.get(name, 0)
 
     def add(self, **counts: Tensor | int) -> None:
@@ -60,7 +60,7 @@ class Counts:
 
     @staticmethod
     def read(all_counts: Iterable[Counts]) -> None:
-        """Bring what is on a device to the host, all of it at once."""
+        """Bring all scalars on a GPU to the host in one copy."""
         taken: list[tuple[Counts, str, Tensor]] = []
         for counts in all_counts:
             with counts._lock:
@@ -69,6 +69,7 @@ class Counts:
                     taken.append((counts, name, count))
                 counts._pending = []
         if taken:
+            # One copy for all sessions' counts: each would wait for the device.
             values = torch.cat([count.reshape(1) for _, _, count in taken])
             for (counts, name, _), count in zip(taken, values.tolist()):
                 counts.add(**{name: int(count)})

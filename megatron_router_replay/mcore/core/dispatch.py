@@ -1,15 +1,11 @@
-"""A token dispatcher gets the map and the probabilities that left the router's own routing, untouched.
+"""Check that a token dispatcher gets the very map and probabilities that left its router.
 
     TopKRouter.routing returns (probs, map)         the hook leaves both here, for this router in this thread
     dispatch_preprocess(hidden, map, probs)         gets the same two tensors, or raises
 
-Hooks, wrappers and modules between the two may read the tensors. Their memory and version are compared, without a device
-synchronization; inference tensors have no version, so their values are. An alias passes, because autograd hands one on where
-a module has a full backward hook. `verify=True` alone sees a write that no version counts: through `.data`, numpy, DLPack, or
-a collective.
-
-Every class of dispatcher that a session finds is wrapped once, outside of what it compiles. Megatron-Core pads maps for
-quantization inside of it.
+Hooks, wrappers and modules between the two may read the tensors, and hand them on. Memory and version are compared, without a
+device synchronization. `verify=True` alone sees a write that no version counts: through `.data`, numpy, DLPack, or a
+collective.
 
 Source: Megatron-Core 0.16.1 to 0.19.2, MoELayer.preprocess, the only caller of `dispatch_preprocess`.
 """
@@ -35,15 +31,15 @@ from megatron_router_replay.mcore.model.upstream import DISPATCH_METHOD
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        # Router -> where its map is (weak storage, address, shape) and (stride, dtype, version), then its probabilities,
-        # and what `count_wrong` needs or None. Weak, because a forward that fails here must not keep its graph.
+        # Router -> its map as (weak storage, address, shape) and (stride, dtype, version), its probabilities likewise, and
+        # the arguments of `count_wrong` or None. Weak, because a forward that fails here must not keep its graph.
         self.left: WeakKeyDictionary[Any, tuple[Any, Any, Any, Any, Any]] = WeakKeyDictionary()
 
 
 thread = _Thread()
 
 held_routers: WeakSet[Any] = WeakSet()
-"""The routers that are held now: nothing may enter their dispatchers that did not leave their routing."""
+"""Routers with a source: only the outputs of their routing may enter their dispatchers."""
 
 _router_of: WeakKeyDictionary[Any, weakref.ref[Any]] = WeakKeyDictionary()
 """Token dispatcher -> the router of its layer."""
@@ -54,6 +50,7 @@ def check_dispatchers(router: Any, dispatchers: Iterable[Any]) -> None:
     for dispatcher in dispatchers:
         _router_of[dispatcher] = weakref.ref(router)
         kind = type(dispatcher)
+        # The class, because torch.compile may have traced the method of an object. Megatron-Core pads maps inside of it.
         if not hasattr(vars(kind).get(DISPATCH_METHOD), "checks_dispatch"):
             setattr(kind, DISPATCH_METHOD, _checked(kind, getattr(kind, DISPATCH_METHOD)))
 
@@ -112,13 +109,14 @@ def _check(dispatcher: Any, routing_map: Tensor, probs: Tensor) -> None:
         ("another routing map", routing_map, *left[0:2]),
         ("other probabilities", probs, *left[2:4]),
     ):
-        # The storage lives as long as a tensor or an alias does, so no other tensor can have its address meanwhile.
+        # Not the tensors, because autograd hands on aliases where a module has a full backward hook. While a storage lives,
+        # no different tensor can have its address.
         same = entering.untyped_storage() is storage() and entering.data_ptr() == address
         same = same and (entering.shape, entering.stride(), entering.dtype) == (shape, stride, dtype)
         if not same or _is_written(entering, version):
             raise ReplayStateError(
                 f"MRR415: {tape.layer_of(router)}: its token dispatcher got {what} than left the router"
-                f"{' (written in place)' if same else ''}. A hook, wrapper or module between the two may look at both "
+                f"{' (written in place)' if same else ''}. A hook, wrapper or module between the two may read both "
                 "tensors; it must hand them on, and not change or copy them."
             )
     if left[4] is not None:

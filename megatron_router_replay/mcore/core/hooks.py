@@ -57,7 +57,7 @@ class _Thread(threading.local):
 
 @dataclass(slots=True, eq=False)
 class Registration:
-    """The sessions of a router; it outlives them, because a graph of theirs may still recompute.
+    """The sources of a router. It outlives them, because a graph of an ended session may still recompute.
 
     Args:
         sources: the innermost last.
@@ -68,7 +68,7 @@ class Registration:
 
 _thread = _Thread()
 _registrations: WeakKeyDictionary[Any, Registration] = WeakKeyDictionary()
-"""Every router that was ever registered."""
+"""Every router that was ever registered, until `forget`."""
 
 active: WeakSet[Any] = WeakSet()
 """RouterReplay objects with an action; while there are any, or registered routers, the hooks must be in place."""
@@ -92,7 +92,7 @@ def register(router: Any, source: RoutingSource, dispatchers: Iterable[Any] = ()
 
 
 def unregister(router: Any, source: RoutingSource) -> None:
-    """Remove a source. The router stays known, so that no backward repeats its calls live."""
+    """Remove a source. The registration stays, so that no backward repeats its calls live."""
     registration = _registrations.get(router)
     if registration is not None:
         registration.sources = [each for each in registration.sources if each is not source]
@@ -145,8 +145,8 @@ def routing_call(router: Any, registration: Registration, shape: torch.Size) -> 
         # With or without a session: no number of autograd shows reliably whether this forward ran under an earlier one.
         raise ReplayStateError(
             f"MRR412: {tape.layer_of(router)} is recomputed, but no tape of its forward is known: the forward ran before the "
-            "session, or in a kind of checkpoint that is not known (known: those of torch, Megatron-Core and Transformer "
-            "Engine). If your own autograd function runs the model again, name its runs with mcore.Tape; if no session is "
+            "session, or in an unknown kind of checkpoint (those of torch, Megatron-Core and Transformer Engine are "
+            "known). If your own autograd function runs the model again, name its runs with mcore.Tape; if no session is "
             "needed any more, uninstall() lets the model train without one."
         )
     elif sources:
@@ -193,11 +193,11 @@ def check_not_driven(router: Any) -> None:
         )
 
 
-def check_runs_python(who: Any) -> None:
-    """Raise if what runs now becomes part of a graph that runs again without Python, with the routes of this run.
+def check_runs_python(caller: Any) -> None:
+    """Raise if this call becomes part of a graph that runs again without Python, with the routes of this run.
 
     Args:
-        who: a router, or words that name it.
+        caller: a router, or words that name it.
 
     Raises:
         ReplayStateError: a CUDA graph is captured; make_fx, torch.export or torch.jit.trace traces; compiled autograd is on.
@@ -205,7 +205,7 @@ def check_runs_python(who: Any) -> None:
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")  # slow to import; loaded wherever it traces
     if compiled is not None and compiled.in_compiled_autograd_region:
         raise ReplayStateError(
-            f"MRR416: {_name(who)}: cannot tell recomputes from forwards under compiled autograd: turn it off "
+            f"MRR416: {_name(caller)}: recomputes look like forwards under compiled autograd: turn it off "
             "(torch._dynamo.config.compiled_autograd = False)."
         )
     is_captured = torch._C._is_tracing() or (
@@ -217,13 +217,13 @@ def check_runs_python(who: Any) -> None:
         is_captured |= proxy_tensor is not None and proxy_tensor.get_proxy_mode() is not None
     if is_captured:
         raise ReplayStateError(
-            f"MRR416: {_name(who)} is captured into a graph, which would repeat the routes of the capture. Leave routers "
+            f"MRR416: {_name(caller)} is captured into a graph, which would repeat the routes of the capture. Leave routers "
             "out of graphs."
         )
 
 
-def _name(who: Any) -> str:
-    return who if isinstance(who, str) else tape.layer_of(who)
+def _name(caller: Any) -> str:
+    return caller if isinstance(caller, str) else tape.layer_of(caller)
 
 
 # ---- the hooks themselves
@@ -231,7 +231,7 @@ def install() -> None:
     """Put the hooks in, once for the process.
 
     Raises:
-        ReplayStateError: a name of torch or Megatron-Core that they lean on is gone.
+        ReplayStateError: a private name of torch or Megatron-Core is gone.
     """
     check_names(REQUIRED_SYMBOLS)
     checkpoints.install()
@@ -252,10 +252,10 @@ def install_balance() -> None:
 
 
 def check_installed() -> None:
-    """Raise if a hook was replaced while routers are registered.
+    """Raise if a hook was replaced.
 
     Raises:
-        ReplayStateError: names what was replaced.
+        ReplayStateError: names the replaced functions.
     """
     replaced = []
     if not hasattr(TopKRouter.routing, "is_hook"):
@@ -266,8 +266,8 @@ def check_installed() -> None:
         replaced.append("a checkpoint of torch or Megatron-Core")
     if replaced:
         raise ReplayStateError(
-            f"MRR415: {' and '.join(replaced)} was replaced since routers were held, so what they choose can no longer be "
-            "decided. Patch it before the session begins (it is then wrapped), and do not patch it inside."
+            f"MRR415: {' and '.join(replaced)} was replaced during a session, which no longer gives routers "
+            "their experts. Patch it before the session begins (it is then wrapped), and do not patch it inside."
         )
 
 
@@ -305,14 +305,20 @@ def _routing_hook(original: Any) -> Any:
             call.source._on_routed(call)
         if registration.sources or call is not None:
             # Inline, because every call of every router would pay for a function. An inference tensor has no version.
-            versions = [each.clone() if each.is_inference() else each._version for each in (routing_map, probs)]
-            dispatch.thread.left[self] = (
-                (weakref.ref(routing_map.untyped_storage()), routing_map.data_ptr(), routing_map.shape),
-                (routing_map.stride(), routing_map.dtype, versions[0]),
-                (weakref.ref(probs.untyped_storage()), probs.data_ptr(), probs.shape),
-                (probs.stride(), probs.dtype, versions[1]),
-                (call.counter, call.used) if call is not None and call.counter.verify_entering else None,
-            )
+            try:
+                versions = [each.clone() if each.is_inference() else each._version for each in (routing_map, probs)]
+                dispatch.thread.left[self] = (
+                    (weakref.ref(routing_map.untyped_storage()), routing_map.data_ptr(), routing_map.shape),
+                    (routing_map.stride(), routing_map.dtype, versions[0]),
+                    (weakref.ref(probs.untyped_storage()), probs.data_ptr(), probs.shape),
+                    (probs.stride(), probs.dtype, versions[1]),
+                    (call.counter, call.used) if call is not None and call.counter.verify_entering else None,
+                )
+            except NotImplementedError as error:  # tensors of torch.func have no storage
+                raise ReplayStateError(
+                    f"MRR416: {tape.layer_of(self)} runs inside a transform of torch.func (grad, vjp, jvp, vmap), whose "
+                    "tensors cannot be compared at a token dispatcher: use torch.autograd.grad or backward()."
+                ) from error
         return probs, routing_map
 
     routing.is_hook = routing  # type: ignore[attr-defined]
@@ -325,7 +331,7 @@ def _count_unregistered(router: Any) -> None:
 
 
 def _is_left_to(replay: Any) -> bool:
-    """Return whether a router without a session uses its own RouterReplay, which reads and writes tapes itself."""
+    """Return whether a router without a session is its RouterReplay's, which reads and writes tapes itself."""
     if not hasattr(replay, "is_active"):
         return False
     run, repeats, _ = tape.checkpoint_state()

@@ -1,8 +1,8 @@
 """RouterReplay: a subclass of Megatron-Core's class with the same interface, which raises where that is silently wrong.
 
-It is a subclass, so the list of instances, the enum and the static helpers are Megatron-Core's own. Code that drives
-them drives this: a missing or misshaped target raises, and a recompute uses the experts on the tape of its forward, in any
-order of backwards. Without a tape REPLAY_BACKWARD takes the targets first in, first out, as Megatron-Core documents.
+The list of instances, the enum and the static helpers stay Megatron-Core's own, so code that drives its class drives this
+one. A missing or misshaped target raises, and a recompute uses the experts on the tape of its forward, in any order of
+backwards. Without a tape, REPLAY_BACKWARD takes the targets first in, first out, as Megatron-Core documents.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_router_replay.mcore.model.upstream import REPLAY_METHOD, check_ver
 _LOG = logging.getLogger(__name__)
 
 RouterReplayAction = upstream.RouterReplayAction
-"""Megatron-Core's own enum: RECORD, REPLAY_FORWARD and REPLAY_BACKWARD say what a RouterReplay does in the next forward."""
+"""Megatron-Core's own enum of the actions of a RouterReplay: RECORD, REPLAY_FORWARD and REPLAY_BACKWARD."""
 
 _REPLAYS = (RouterReplayAction.REPLAY_FORWARD, RouterReplayAction.REPLAY_BACKWARD)
 
@@ -75,6 +75,11 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
             hooks.once_active.add(self)
         (hooks.active.discard if action is None else hooks.active.add)(self)
         self._action = action
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A copy of a driven model replays its own copied targets: set its action again, for the sets of `hooks`.
+        self.__dict__.update(state)
+        self.router_replay_action = self._action
 
     @staticmethod
     def set_replay_data(all_layers_topk_indices: list[Tensor]) -> None:
@@ -133,7 +138,7 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
 
         Raises:
             UnsupportedRouterError: the router's selection cannot be replayed exactly.
-            ReplayStateError: the routing did not call this object.
+            ReplayStateError: the routing made no request to this object.
         """
         if self._checked is not router:
             reasons = refusals(router)
@@ -161,16 +166,9 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
         group_topk: int | None = None,
         default_compute_topk: Any = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return scores and ids of the experts that this call uses. Megatron-Core calls it for its top-k.
+        """Return (scores, ids) of the experts that this call uses, [num_tokens, topk]; Megatron-Core calls it for its top-k.
 
-        Args:
-            scores: [num_tokens, num_experts], live; logits or probabilities, with the expert bias where there is one.
-            topk: experts for each token.
-            num_groups, group_topk: group-limited routing, passed on to `default_compute_topk`.
-            default_compute_topk: the live top-k.
-
-        Returns:
-            ([num_tokens, topk] scores of the chosen experts, [num_tokens, topk] int64).
+        Args: see `TopKRequest`.
 
         Raises:
             ReplayStateError: a replay without a target, or a target of another shape than this forward's; a recompute
@@ -179,7 +177,7 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
         self._num_requests += 1
         action = self._action
         run, repeats, is_written = tape.checkpoint_state()
-        # A captured graph may record into a static buffer, whose address is the same in every run; a tape's is not.
+        # A captured graph may record into a static buffer, because its address is the same in every run; a tape's is not.
         records_alone = action == RouterReplayAction.RECORD and self.static_buffer is not None and not is_written
         if run is not None or (action is not None and not records_alone):
             hooks.check_runs_python("a recompute" if action is None else f"a RouterReplay under {action.name}")
@@ -240,7 +238,9 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
         if self._action == RouterReplayAction.REPLAY_BACKWARD and self.replay_backward_list:
             self.replay_backward_list.pop(0)
         if entry.topk_indices is None and self._action in _REPLAYS:
-            raise ReplayStateError(f"MRR412: {self._action.name} in a recompute whose forward ran without an action.")
+            raise ReplayStateError(
+                f"MRR412: {self._action.name} in a recompute, but its forward ran without an action."
+            )
         return entry
 
     def _next_target(self, num_experts: int) -> Tensor:
@@ -267,7 +267,7 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
     def _check_holds(self, num_experts: int) -> None:
         if self.static_buffer is not None and torch.iinfo(self.static_buffer.dtype).max < num_experts - 1:
             raise ReplayStateError(
-                f"MRR417: a static buffer of {self.static_buffer.dtype} cannot hold the ids of {num_experts} experts: "
+                f"MRR417: a static buffer of {self.static_buffer.dtype} is too narrow for the ids of {num_experts} experts: "
                 "they would wrap around. Make it int16 or wider."
             )
 
@@ -278,7 +278,7 @@ def as_action(action: Any) -> Any:
     Raises:
         ReplayStateError: there is none.
     """
-    # By value: a trainer may hold an enum of its own that is named alike.
+    # By value: a trainer may have an enum of its own with the same members.
     known = {member.value: member for member in RouterReplayAction}
     if action is not None and getattr(action, "value", None) not in known:
         raise ReplayStateError(f"MRR101: {action!r} is no RouterReplayAction.")
@@ -308,7 +308,7 @@ def as_targets(targets: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
         ordered = stack.sort(dim=2).values
         wrong = (ordered[..., 1:] == ordered[..., :-1]).any(dim=2) | (ordered < 0).any(dim=2)
         if wrong.is_cuda:
-            torch._assert_async(~wrong.any(), "a replay target holds a negative or a repeated expert id")
+            torch._assert_async(~wrong.any(), "a negative or repeated expert id in a replay target")
         elif bool(wrong.any()):
             layer, row = wrong.nonzero()[0].tolist()
             raise TraceError(
@@ -352,7 +352,7 @@ _replaced: list[ModuleType] = []
 def install() -> None:
     """Let `moe_enable_routing_replay=True` build our RouterReplay from now on.
 
-    Call it before the model is built. Every loaded `megatron` module that holds Megatron-Core's class gets ours, inference
+    Call it before the model is built. Every loaded `megatron` module that has Megatron-Core's class gets ours, inference
     modules too. A second call changes nothing. Sessions do not need it: they work on any model, with the config flag on or
     off.
 
@@ -369,7 +369,7 @@ def install() -> None:
             "RouterReplay.clear_global_router_replay_instances() first. A session needs no install()."
         )
     hooks.install()
-    # In every module: one that did `from ... import RouterReplay` holds the original under a name of its own.
+    # In every module: one that did `from ... import RouterReplay` has its own name for the original.
     for module_name, module in list(sys.modules.items()):
         # Not getattr, with which a module that loads its names lazily would import them now.
         if module_name.split(".")[0] == "megatron" and vars(module).get("RouterReplay") is _ORIGINAL:
@@ -379,10 +379,10 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put Megatron-Core's own class back. Models that are built already keep what they have.
+    """Put Megatron-Core's own class back. Models that are built already keep their objects.
 
-    A router that a session held raises MRR412 in a recompute without a tape; after this call it routes live, unless a session
-    holds it.
+    A router that once had a session raises MRR412 in a recompute without a tape; after this call it routes live, unless it
+    has a session now.
     """
     while _replaced:
         _replaced.pop().RouterReplay = _ORIGINAL  # type: ignore[attr-defined]

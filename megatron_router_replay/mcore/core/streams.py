@@ -22,7 +22,7 @@ def current_stream(device: torch.device) -> Any:
 
 
 def follow(stream: Any, *tensors: Tensor) -> None:
-    """Let the current stream wait for a stream and use its tensors, whose memory stays until both are done."""
+    """Make the current stream wait for a stream, and keep the memory of its tensors until both are done."""
     if stream is None or stream == (current := current_stream(tensors[0].device)):
         return
     current.wait_stream(stream)
@@ -40,7 +40,7 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 
 
 def to_host(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return integers and masks of one shape on the host; the host waits once, for one copy of all that is on a GPU."""
+    """Return integers and masks of equal shape on the host; all that are on a GPU come in one copy."""
     above = {name: each for name, each in values.items() if each.device.type != "cpu"}
     if not above:
         return values

@@ -1,11 +1,11 @@
 """Each checkpoint keeps a tape of its forward, and its recompute reads that tape.
 
-    a checkpointed function runs     Run    one run of it in this thread: its first run writes a tape, its later runs read it
-    a router chooses experts         Entry  one call of one router, on the tape of every function that runs for the first time
+    Run      a run of a checkpointed function in this thread: the first one writes the tape, later ones read it
+    Entry    a call of a router, written on the tape of every first run that is open
 
-Nothing is guessed from the order of forwards and backwards: micro-batches may share a backward, a graph may be used twice,
-checkpoints may be nested. `checkpoints` makes every run of a function that a checkpoint keeps a Run. Code that recomputes in
-another way names its runs itself, with `Tape`, or raises in its backward.
+The order of forwards and backwards does not matter: micro-batches may share a backward, a graph may be used twice, and
+checkpoints may be nested. `checkpoints` opens the runs of all checkpoints that it wraps. Other code that recomputes opens its
+runs with `Tape`, or its backward raises.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from megatron_router_replay.errors import ReplayStateError
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One call of one router, as its recompute must repeat it; it lives with the graph, so it holds no session.
+    """A router's call, as its recompute must repeat it; it lives as long as the graph, so it has no session.
 
     Args:
-        router: the TopKRouter.
+        router: the TopKRouter; the RouterReplay that a call took its experts from.
         topk_indices: [num_tokens, topk], the experts that it used, in any integer dtype, a tensor or a
-            `upload.KeptLayer`; None: it ran live and unheld.
+            `upload.KeptLayer`; None: it ran live, without a session or an action.
         counter: counts the recomputes of this router.
         in_order: a recompute need not sort the columns; see `RoutingCall`.
     """
@@ -41,34 +41,42 @@ class Entry:
 
 
 class Tape:
-    """The calls of routers in the first run of one function, in order. Code that runs a function again by itself keeps one.
+    """The calls of routers in the first run of a function, in order, for code that runs the function again.
 
     with tape.forward():      # in the forward of your autograd function
         outputs = function(*inputs)
-    with tape.recompute():          # in its backward
+    with tape.recompute():    # in its backward
         outputs = function(*inputs)
 
-    Make one tape for each part of a function that runs again in another order than in the forward: where one router is called
-    several times, a tape cannot tell its calls apart.
+    It takes one call of each router. Make one tape for each part of a function that calls a router several times: the parts
+    may run again in a different order than in the forward.
     """
 
     __slots__ = ("__weakref__", "entries", "num_forwards")
+    may_repeat_routers = False
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
-        self.num_forwards = 0  # after several, nobody knows which one a later run repeats
+        self.num_forwards = 0  # above 1, the run that a recompute repeats is ambiguous
 
     def forward(self) -> Run:
         """Return a context in which routers write this tape. Entered twice, it is two runs."""
         return Run(self, reads=False)
 
     def recompute(self) -> Run:
-        """Return a context in which routers take what this tape holds, from its start."""
+        """Return a context in which routers take their experts from this tape, from its start."""
         return Run(self, reads=True)
 
 
+class CheckpointTape(Tape):
+    """The tape of a checkpoint, which runs its function again as a whole: equal calls of a router keep their order."""
+
+    __slots__ = ()
+    may_repeat_routers = True
+
+
 class Run:
-    """One run of a function in one thread, from `__enter__` to `__exit__`."""
+    """A run of a function in one thread, from `__enter__` to `__exit__`."""
 
     __slots__ = ("_position", "reads", "tape", "task")
 
@@ -87,7 +95,7 @@ class Run:
     def __exit__(self, kind: type[BaseException] | None = None, *error: object) -> None:
         _thread.runs.remove(self)
         open_runs.remove(self)
-        # A recompute that torch stops early, once it has every saved tensor, ends by an exception of torch's.
+        # An exception of torch's ends a recompute early, once it has every saved tensor.
         if kind is None and self.reads and self._position < len(self.tape.entries):
             missing = self.tape.entries[self._position].router
             raise ReplayStateError(
@@ -105,7 +113,7 @@ class Run:
         """Return the next entry, which must be this router's.
 
         Args:
-            replay: the router's own RouterReplay, if it has one. While that is driven, entries name it and not the router.
+            replay: the router's own RouterReplay, if it has one. Entries of its calls name it and not the router.
 
         Raises:
             ReplayStateError: the first run called a different router there, or none; or there were several first runs.
@@ -115,14 +123,14 @@ class Run:
         if tape.num_forwards > 1:
             raise ReplayStateError(
                 f"MRR413: {layer_of(router)}: a checkpoint ran its function several times in one forward, so the run that is "
-                "repeated here is not known. Name the runs with megatron_router_replay.mcore.Tape, one for each part."
+                "repeated here is ambiguous. Name the runs with megatron_router_replay.mcore.Tape, one for each part."
             )
         if entry is None or (entry.router is not router and (replay is None or entry.router is not replay)):
             expected = "none" if entry is None else layer_of(entry.router)
             raise ReplayStateError(
                 f"MRR413: {layer_of(router)} is recomputed as call {position + 1} of its checkpoint, where the forward "
                 f"called {expected}: the checkpointed function must call the same routers in the same order, and its "
-                "forward must have run while a session, or a driven RouterReplay, held them."
+                "forward must have run in a session, or under an action of a RouterReplay."
             )
         self._position += 1
         return entry
@@ -135,21 +143,21 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 open_runs: list[Run] = []
-"""The runs of all threads."""
+"""The open runs of all threads."""
 
 before_run: Callable[[], None] = lambda: None  # noqa: E731
 """The hook's check of itself, called where a tape begins to be written or read."""
 
 
 def checkpoint_state() -> tuple[Run | None, bool, bool]:
-    """Return where this thread is in its runs.
+    """Return the place of this thread in its runs.
 
     Returns:
-        (the run that repeats a first run, the innermost; None: there is none, or a backward runs in it,
-        whether what runs now repeats a forward: it is a recompute, or is called by a backward,
+        (the innermost recompute; None: there is none, or a backward runs inside it,
+        whether a call now repeats a forward: it is in a recompute, or a backward calls it,
         whether it runs for the first time and may run again, so that a router's call is written).
     """
-    # A different number for every backward; -1: none runs in this thread.
+    # A number for every backward; -1: none runs in this thread.
     task, runs = torch._C._current_graph_task_id(), _thread.runs
     for run in reversed(runs):
         if run.reads:
@@ -159,7 +167,7 @@ def checkpoint_state() -> tuple[Run | None, bool, bool]:
 
 
 def in_recompute() -> bool:
-    """Return whether what this thread runs now repeats a forward: it is a recompute, or is called by a backward."""
+    """Return whether this thread repeats a forward now: it runs a recompute, or a backward."""
     return checkpoint_state()[1]
 
 
@@ -168,14 +176,20 @@ def write(entry: Entry) -> None:
     for run in reversed(_thread.runs):
         if run.reads:
             return
-        run.tape.entries.append(entry)
+        entries = run.tape.entries
+        if not run.tape.may_repeat_routers and any(each.router is entry.router for each in entries):
+            raise ReplayStateError(
+                f"MRR413: {layer_of(entry.router)} is called twice under one mcore.Tape, and the two calls may run again in "
+                "a different order. Keep one mcore.Tape for each call."
+            )
+        entries.append(entry)
 
 
 _NOTHING = nullcontext()
 
 
 def hidden_from_selective_checkpoint() -> AbstractContextManager[Any]:
-    """Hide operations from a selective checkpoint, which pairs those of forward and recompute; only one runs these."""
+    """Hide operations that only the forward, or only its recompute, runs: a selective checkpoint pairs the two."""
     # Outside of any run, a mode is not a checkpoint's: make_fx traces a RouterReplay that records into a static buffer.
     if not (torch._C._len_torch_dispatch_stack() and _thread.runs):
         return _NOTHING

@@ -1,1 +1,1 @@
-"""What a Megatron-Core model is: its routers, its layers, its version, and what cannot be replayed."""
+"""A Megatron-Core model: its routers, its layers, its version, and the settings that replay refuses."""

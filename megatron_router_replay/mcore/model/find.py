@@ -1,4 +1,4 @@
-"""Which routers a model chunk has, and which layer each belongs to: read from the modules, never counted."""
+"""Find the routers of a model chunk and their layer numbers, which are read from the modules, never counted."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class FoundRouter:
     Args:
         name: its module path in the chunk.
         router: the module that chooses experts; a TopKRouter once `check_supported` has passed.
-        layer_number: Megatron's global layer_number, from 1; a multi-token-prediction layer counts on behind the
+        layer_number: Megatron's global layer_number, from 1; a multi-token-prediction layer counts on after the
             decoder's last (num_layers + 1, ...), and so does each layer inside it where a hybrid pattern gives it several.
             Megatron-Core 0.16.1 numbers its router so too; later versions start at 1 again, which would alias a decoder
             layer, so the number is made of the MTP layer's and the position in it.
         is_mtp: it belongs to a multi-token-prediction layer.
-        dispatchers: the token dispatchers of its layer; none in a layer of somebody's own that mixes the experts itself.
+        dispatchers: the token dispatchers of its layer; none in a custom layer that mixes the experts itself.
     """
 
     name: str
@@ -58,7 +58,7 @@ def as_chunks(model_chunks: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
         )
     inner = [id(unwrap(chunk)) for chunk in chunks]
     if len(set(inner)) != len(inner):
-        raise LayoutError(f"MRR403: model_chunks holds {len(inner)} entries, but some of them are the same model.")
+        raise LayoutError(f"MRR403: {len(inner)} model_chunks were given, but some of them are the same model.")
     return chunks
 
 
@@ -66,7 +66,7 @@ def check_has_experts(modules: Sequence[nn.Module], found: Sequence[Sequence[Fou
     """Raise for a module that cannot have routers; a pipeline stage of an MoE model may rightly have none.
 
     Raises:
-        LayoutError: a module has no router, and its config says of no experts (or it has no config).
+        LayoutError: a module has no router, and its config has no experts (or it has no config).
     """
     for module, routers in zip(modules, found):
         config = getattr(unwrap(module), "config", None)
@@ -86,11 +86,11 @@ def unwrap(module: nn.Module) -> nn.Module:
 def wrappers(module: nn.Module) -> list[nn.Module]:
     """Return the module and everything it wraps, outermost first.
 
-    A wrapper is what has its model as `module`, and what has no config beside a single child with routers (an actor-critic).
+    A wrapper has its model as `module`, or it has no config and a single child with routers (an actor-critic).
     """
     chain = [module]
     while True:
-        # torch.compile's wrapper answers for the attributes of what it wraps, so its own comes first.
+        # torch.compile's wrapper forwards attributes to its model, so `_orig_mod` comes first.
         inner = getattr(chain[-1], "_orig_mod", getattr(chain[-1], "module", None))
         if not isinstance(inner, nn.Module) and not hasattr(chain[-1], "config"):
             routing = [child for child in chain[-1].children() if any(isinstance(m, Router) for m in child.modules())]
@@ -215,7 +215,7 @@ def _number_in_mtp_block(mtp_layer: Any, router: Any) -> int:
     return int((mtp_layer.layer_number - 1) * len(layers) + position + 1)
 
 
-# ---- hybrid models name their layers in a pattern, `M*E|ME/*E`: a symbol a layer, stages between |, MTP blocks behind /
+# ---- hybrid models name their layers in a pattern, `M*E|ME/*E`: a symbol a layer, stages between |, MTP blocks after /
 def main_pattern(model: nn.Module) -> str | None:
     """Return a symbol for each layer of a hybrid model's decoder, over all pipeline stages; None: it is no hybrid model.
 
@@ -226,7 +226,7 @@ def main_pattern(model: nn.Module) -> str | None:
 
 
 def mtp_pattern(model: nn.Module) -> str | None:
-    """Return a symbol for each inner layer of one multi-token-prediction layer; None: it is one transformer layer."""
+    """Return a symbol for each inner layer of a multi-token-prediction layer; None: it is a transformer layer."""
     pattern = _pattern(model)
     parts = [] if pattern is None else pattern.split("/")[1:]
     return parts[0] if parts else None

@@ -50,7 +50,7 @@ def layer_numbers_of(model_chunks: nn.Module | Sequence[nn.Module]) -> tuple[int
     built = {number for chunk, walked in zip(chunks, walks) for number in _decoder_layers(unwrap(chunk), walked)}
     if here != built & set(numbers):
         raise LayoutError(
-            f"MRR411: the model says that its layers {list(numbers)} route, but of this rank's layers {sorted(built)} "
+            f"MRR411: by its config, the model's layers {list(numbers)} route, but of this rank's layers {sorted(built)} "
             f"these do: {sorted(here)}. It was built from a spec that does not follow its config; name its layers yourself."
         )
     return numbers
@@ -150,7 +150,7 @@ def _moe_layers(model: nn.Module) -> tuple[int, ...]:
     config: Any = getattr(model, "config", None)
     frequency, num_layers = getattr(config, "moe_layer_freq", None), getattr(config, "num_layers", None)
     if frequency is None or num_layers is None:
-        raise LayoutError(f"MRR411: {type(model).__name__} has no config that says which of its layers route.")
+        raise LayoutError(f"MRR411: {type(model).__name__} has no config that lists the layers that route.")
     if config.num_moe_experts is None:
         return ()
     routes = [i % frequency == 0 for i in range(num_layers)] if isinstance(frequency, int) else frequency

@@ -29,7 +29,7 @@ _KNOWN_ROUTERS = (TopKRouter, *INFERENCE_ROUTERS)
 def is_hashed(router: Any) -> bool:
     """Return whether a table of token ids routes this layer, as DeepSeek-V4's first ones.
 
-    Source: Megatron-LM dev d48bd6b, router.TopKRouter._hash_routing: `tid2eid`, [vocab, topk], asks no replay object.
+    Source: Megatron-LM dev d48bd6b, router.TopKRouter._hash_routing: `tid2eid`, [vocab, topk], without any replay object.
     """
     return bool(getattr(router, "is_hash_layer", False))
 
@@ -182,8 +182,8 @@ def mtp_refusals(config: Any) -> Iterator[str]:
     depths = config.mtp_num_layers or 0
     if getattr(config, "mtp_use_repeated_layer", False) and depths > 1:
         yield (
-            f"mtp_use_repeated_layer=True with mtp_num_layers={depths}: this router routes {depths} times a forward, of "
-            "which a trace holds one; set mtp_use_repeated_layer=False"
+            f"mtp_use_repeated_layer=True with mtp_num_layers={depths}: this router routes {depths} times a "
+            "forward, and a trace has one route for it; set mtp_use_repeated_layer=False"
         )
 
 
@@ -195,8 +195,8 @@ def _balancing_types(config: Any) -> list[str]:
 def _token_drop_refusals(config: Any, router: TopKRouter) -> Iterator[str]:
     if getattr(config, "moe_expert_rank_capacity_factor", None) is not None:
         yield (
-            f"moe_expert_rank_capacity_factor={config.moe_expert_rank_capacity_factor}: the dispatcher drops what a rank "
-            "has no room for, behind the selection and without a trace; leave it unset"
+            f"moe_expert_rank_capacity_factor={config.moe_expert_rank_capacity_factor}: the dispatcher drops tokens "
+            "above a rank's capacity, after the selection and without a trace; leave it unset"
         )
     if getattr(config, "moe_paged_stash", False):
         yield "moe_paged_stash=True runs a step again when its buffer is full, and then other micro-batches come next"

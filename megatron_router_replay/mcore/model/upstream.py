@@ -1,9 +1,9 @@
-"""Which Megatron-Core this is, and whether routes can be replayed in it: asked of the imported code, never of pip.
+"""Names and version of the imported Megatron-Core; all that depends on them is in this file.
 
-Every version since 0.16 passes `router.router_replay` to `topk_routing_with_score_function`, which asks it for the top-k.
-That feature is the floor, whatever number a checkout bears. A version that is newer than all tested ones may have a way
-to route that was never read, so there sessions also verify every routing map, and warn. They verify as well where a trainer
-has replaced Megatron-Core's routing function.
+Every version since 0.16 passes `router.router_replay` to `topk_routing_with_score_function`, which requests the top-k from
+it. A checkout needs this feature, whatever its number. A version above all tested ones may route in a way that was never
+read, so its sessions verify every routing map, and warn. Sessions verify as well where a trainer has replaced Megatron-Core's
+routing function.
 """
 
 from __future__ import annotations
@@ -35,48 +35,47 @@ INFERENCE_ROUTERS: tuple[Any, ...] = tuple(filter(None, [getattr(router_module, 
 """Router classes that route in another way in Megatron's inference, since 0.17; before, no router is an instance."""
 
 TOPK_FUNCTION = "topk_routing_with_score_function"
-"""The function of the router's module that chooses experts; it asks `REPLAY_ARGUMENT` for them."""
+"""The function of the router's module that chooses experts; it requests them from `REPLAY_ARGUMENT`."""
 
 REPLAY_ARGUMENT = "router_replay"
-"""Its argument, and the attribute of a TopKRouter that is passed there."""
+"""Its argument, and the attribute of a TopKRouter that it gets there."""
 
 REPLAY_METHOD = "get_replay_topk"
-"""The method by which it asks."""
+"""The method of that object which returns them."""
 
 DISPATCH_METHOD = "dispatch_preprocess"
-"""The method of a token dispatcher that takes what the router chose: (hidden, map, probabilities)."""
+"""The method of a token dispatcher that takes the router's output: (hidden, map, probabilities)."""
 
 _INFERENCE_DISPATCHERS = "megatron.core.transformer.moe.token_dispatcher_inference"
 
 REQUIRED_SYMBOLS: tuple[tuple[Any, str, str], ...] = (
-    (torch_checkpoints, "CheckpointFunction", "recomputes of torch's reentrant checkpoints are not told from forwards"),
+    (torch_checkpoints, "CheckpointFunction", "recomputes of torch's reentrant checkpoints look like forwards"),
     (torch_checkpoints, "_checkpoint_hook", "forwards of torch's non-reentrant checkpoints write no tape"),
     (torch_checkpoints, "_recomputation_hook", "recomputes of torch's non-reentrant checkpoints read no tape"),
     (
         megatron_checkpoints,
         "CheckpointFunction",
-        "recomputes of Megatron-Core's checkpoints are not told from forwards",
+        "recomputes of Megatron-Core's checkpoints look like forwards",
     ),
     (torch._C, "_current_graph_task_id", "a backward without a tape is not noticed"),
     (torch._C, "_len_torch_dispatch_stack", "selective checkpoints and traced graphs are not noticed"),
     (_python_dispatch, "_disable_current_modes", "selective checkpoints pair the wrong operations"),
-    (TopKRouter, "routing", "no router asks for its experts"),
-    (router_module, TOPK_FUNCTION, "a router cannot be told its experts"),
+    (TopKRouter, "routing", "no router requests its experts"),
+    (router_module, TOPK_FUNCTION, "no experts can be given to a router"),
     (
         MoEAlltoAllTokenDispatcher,
         DISPATCH_METHOD,
-        "what enters a token dispatcher is not compared with what was decided",
+        "maps in token dispatchers are not compared with the routers' experts",
     ),
     (torch._C, "_is_tracing", "routers that torch.jit.trace captures are not refused"),
     (torch._ops, "_len_torch_dispatch_stack_pre_dispatch", "routers that torch.export captures are not refused"),
-    (distributed_c10d, "_get_default_store", "ranks cannot tell each other their numbers at the end of a session"),
+    (distributed_c10d, "_get_default_store", "ranks cannot exchange their numbers at the end of a session"),
     (TopKRouter, "_apply_expert_bias", "balance='off' leaves no expert bias out"),
     (TopKRouter, "is_aux_loss_enabled", "balance='off' leaves no auxiliary loss out"),
 )
-"""(owner, name, what fails if it is gone): names of torch and Megatron-Core that nobody promised, looked for at
-`hooks.install`."""
+"""(owner, name, the loss without it): private names of torch and Megatron-Core that `hooks.install` checks."""
 
-# Read off the code, because a checkout between two releases bears the number of one of them.
+# Read off the code, because a checkout between two releases has the number of either.
 TOPK_ORDER_FOLLOWS_GRAD = "sorted=torch.is_grad_enabled()" in inspect.getsource(
     moe_utils.topk_routing_with_score_function
 )
@@ -96,21 +95,21 @@ def version_numbers(version: str) -> tuple[int, ...]:
 
 
 def is_newer_than_tested(version: str) -> bool:
-    """Return whether a version of Megatron-Core is newer than all that our tests ran with; True if it bears no number."""
+    """Return whether a version of Megatron-Core is newer than all that our tests ran with; True if it has no number."""
     numbers = version_numbers(version)
     return not numbers or numbers > version_numbers(TESTED[-1])
 
 
 def must_verify() -> bool:
-    """Return whether sessions verify every routing map, asked for or not: the code that routes was never read."""
+    """Return whether sessions must verify every routing map, because the code that routes was never read."""
     topk = router_module.topk_routing_with_score_function
-    # Our hook alone is unwrapped, because functools.wraps makes any wrapper look like what it wraps.
+    # Our hook alone is unwrapped, because functools.wraps makes any wrapper look like its function.
     function = inspect.unwrap(topk, stop=lambda each: getattr(each, "is_hook", None) is not each)
     return is_newer_than_tested(megatron_version()) or function is not moe_utils.topk_routing_with_score_function
 
 
 def check_version() -> None:
-    """Raise unless the imported Megatron-Core asks a router's `REPLAY_ARGUMENT` for its experts.
+    """Raise unless the imported Megatron-Core requests experts from a router's `REPLAY_ARGUMENT`.
 
     Raises:
         UnsupportedRouterError: its routing function has no such argument (0.15 and before).
@@ -168,7 +167,7 @@ def captured_by_cuda_graphs(config: Any, parts: set[str]) -> list[str]:
 
 
 def graph_field(config: Any) -> str:
-    """Return the name of the field that says what CUDA graphs capture."""
+    """Return the name of the config field that lists the parts CUDA graphs capture."""
     # 0.18 renamed cuda_graph_scope to cuda_graph_modules, and keeps the old name at None.
     return "cuda_graph_modules" if hasattr(config, "cuda_graph_modules") else "cuda_graph_scope"
 

@@ -182,7 +182,10 @@ def test_a_driven_router_that_its_recompute_calls_more_often_raises_behind_a_ses
 def test_a_driven_forward_whose_recompute_comes_inside_a_session_raises(chunk):
     loss = forward(chunk, 0)
     RouterReplay.clear_global_router_replay_action()
-    with pytest.raises(ReplayStateError, match="ran before the session, live or with an action"), mrr.freeze_recompute(chunk):
+    with (
+        pytest.raises(ReplayStateError, match="ran before the session, live or with an action"),
+        mrr.freeze_recompute(chunk),
+    ):
         loss.backward()
 
 
@@ -208,7 +211,7 @@ def test_a_recompute_of_a_live_forward_refuses_to_replay_and_records_nothing(chu
     with (
         nullcontext()
         if action is RECORD
-        else pytest.raises(ReplayStateError, match="in a recompute whose forward ran without an action")
+        else pytest.raises(ReplayStateError, match="in a recompute, but its forward ran without an action")
     ):
         loss.backward()
     assert RouterReplay.get_recorded_data() == [None] * 3

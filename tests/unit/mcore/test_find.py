@@ -149,7 +149,7 @@ def test_chunks_are_one_model_or_several_and_never_one_twice():
     for wrong in ([], [one, None], "abc"):
         with pytest.raises(LayoutError, match="must be a model or a list of its chunks"):
             as_chunks(wrong)
-    with pytest.raises(LayoutError, match="holds 2 entries, but some of them are the same model"):
+    with pytest.raises(LayoutError, match="2 model_chunks were given, but some of them are the same model"):
         as_chunks([one, bare(nn.Module, module=one)])
 
 
@@ -211,9 +211,9 @@ def test_several_chunks_are_held_against_what_the_first_says():
 
 @pytest.mark.parametrize("missing", ["moe_layer_freq", "num_layers"])
 def test_a_model_that_does_not_say_is_not_guessed(missing):
-    with pytest.raises(LayoutError, match="no config that says which of its layers route"):
+    with pytest.raises(LayoutError, match="no config that lists the layers that route"):
         layer_numbers_of(model(moe(1), **{missing: None}))
-    with pytest.raises(LayoutError, match="no config that says which of its layers route"):
+    with pytest.raises(LayoutError, match="no config that lists the layers that route"):
         layer_numbers_of(nn.Linear(1, 1))
 
 

@@ -157,6 +157,19 @@ def test_selective_checkpoints_pair_the_operations_of_forward_and_recompute(star
     assert (num_recomputed(seen), flips(seen)) == (6, 0)
 
 
+@pytest.mark.parametrize("start", SELECTED.values(), ids=SELECTED)
+def test_a_selective_checkpoint_around_a_reentrant_one_pairs_them_too(start):
+    """Its forward has no gradients: a live top-k gathers nothing there, and neither may its recompute."""
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    chunk = Chunk()
+    chunk.around = lambda layer, hidden: checkpoint(
+        partial(reentrant, layer), hidden, use_reentrant=False, context_fn=contexts
+    )
+    with watched(chunk) as seen, start(chunk) as session:
+        disturbed_backward(chunk, *(forward(chunk, session, number) for number in (0, 1)))
+    assert (num_recomputed(seen), flips(seen)) == (12, 0)
+
+
 # ---- orders of backwards, and graphs that micro-batches share
 
 

@@ -223,7 +223,7 @@ def test_a_static_buffer_holds_the_ids_of_as_many_experts_as_its_dtype(dtype, mo
 
     record(most)
     assert replay.recorded_topk_idx.tolist() == [[most - 1]]
-    with pytest.raises(ReplayStateError, match=f"cannot hold the ids of {most + 1} experts"):
+    with pytest.raises(ReplayStateError, match=f"is too narrow for the ids of {most + 1} experts"):
         record(most + 1)
 
 

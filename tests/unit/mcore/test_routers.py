@@ -212,6 +212,14 @@ def test_a_router_that_is_traced_is_refused(kind):
     mrr.close_sessions(chunk)
 
 
+@pytest.mark.parametrize("transform", [torch.func.vjp, lambda route, hidden: torch.func.vmap(route)(hidden[None])])
+def test_a_router_inside_a_transform_of_torch_func_is_refused(transform):
+    chunk = Chunk()
+    refused = pytest.raises(ReplayStateError, match=r"MRR416: layer 1 runs inside a transform of torch\.func")
+    with refused, mrr.freeze_recompute(chunk):
+        transform(lambda hidden: chunk.layers[0](hidden).sum(), torch.ones(4, 2, 8))
+
+
 # ---- moe_router_fusion=True: Megatron-Core's routing function asks, and fuses nothing
 
 

@@ -1,6 +1,8 @@
 """A recompute whose forward nobody knows raises, in a session and when it was left, or is named by its tape."""
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from tests.unit.mcore.tiny_chunk import (
     forward,
     non_reentrant,
     num_recomputed,
+    plain,
     random_trace,
     recompute,
     reentrant,
@@ -130,14 +133,35 @@ def test_parts_that_are_recomputed_in_another_order_are_exact_if_each_has_a_tape
     assert torch.equal(again[1], first)
 
 
+class BackwardsUnderOneTape(InAnotherOrder):
+    """Its two calls share a tape, which would give each the experts of the other."""
+
+    @staticmethod
+    def forward(ctx, function, *halves):
+        with Tape().forward():
+            return tuple(map(function, halves))
+
+
+@pytest.mark.parametrize("around", [plain, reentrant])
+def test_one_tape_takes_one_call_of_each_router(around):
+    chunk = Chunk(num_layers=1)
+
+    def halves(hidden):
+        return torch.cat(BackwardsUnderOneTape.apply(lambda half: around(chunk.layers[0], half), *hidden.split(2)))
+
+    chunk.around = lambda layer, hidden: halves(hidden)
+    with mrr.freeze_recompute(chunk), pytest.raises(ReplayStateError, match=r"is called twice under one mcore\.Tape"):
+        forward(chunk)
+
+
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_one_tape_for_several_first_runs_is_ambiguous(is_kept):
-    chunk, tape = Chunk(num_layers=1), Tape()
+    chunk, tape = Chunk(num_layers=2), Tape()
     hidden, kept = torch.randn(4, 2, 8), tape.forward()
     with mrr.freeze_recompute(chunk):
-        for _ in range(2):
+        for layer in chunk.layers:
             with kept if is_kept else tape.forward():
-                chunk.layers[0](hidden)
+                layer(hidden)
         with pytest.raises(ReplayStateError, match="ran its function several times in one forward"), tape.recompute():
             chunk.layers[0](hidden)
 
@@ -152,7 +176,16 @@ def in_a_thread_of_its_own(function):
     return run
 
 
-@pytest.mark.parametrize("start", [STARTS["freeze"], STARTS["replay"]])
+@contextmanager
+def driven(chunk):
+    for router in chunk.routers:
+        router.router_replay = RouterReplay()
+        router.router_replay.set_target_indices(random_trace(8).layer(1))
+        router.router_replay.router_replay_action = RouterReplayAction.REPLAY_FORWARD
+    yield
+
+
+@pytest.mark.parametrize("start", [STARTS["freeze"], STARTS["replay"], driven])
 @pytest.mark.parametrize("around", [reentrant, non_reentrant])
 def test_a_checkpointed_function_that_works_in_a_thread_of_its_own_is_refused(around, start):
     chunk = Chunk()
@@ -217,7 +250,7 @@ def test_a_recompute_of_a_forward_before_the_session_raises(around):
     chunk = Chunk()
     chunk.around = around
     loss = forward(chunk)
-    unheld = r"where the forward called none: .* must have run while a session"
+    unheld = r"where the forward called none: .* must have run in a session"
     with pytest.raises(ReplayStateError, match=unheld), mrr.freeze_recompute(chunk):
         loss.backward()
 
@@ -334,15 +367,19 @@ def test_a_function_applied_after_the_session_cannot_recompute_a_held_layer_live
         loss.backward()
 
 
-def test_a_forward_that_its_own_driver_told_raises_when_the_driver_is_gone():
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_a_forward_under_an_action_raises_when_the_action_is_cleared(is_copy):
     chunk = Chunk(num_layers=1, moe_enable_routing_replay=True)
     chunk.around = unknown
     (router,) = chunk.routers
     router.router_replay = RouterReplay()
-    with mrr.freeze_recompute(chunk):
-        pass
+    if not is_copy:
+        mrr.freeze_recompute(chunk).close()
     router.router_replay.set_target_indices(random_trace(8).layer(1))
     router.router_replay.router_replay_action = RouterReplayAction.REPLAY_FORWARD
+    if is_copy:
+        chunk = copy.deepcopy(chunk)
+        (router,) = chunk.routers
     loss = forward(chunk)
     router.router_replay.router_replay_action = None
     with pytest.raises(ReplayStateError, match=UNKNOWN):
