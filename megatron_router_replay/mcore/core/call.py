@@ -199,10 +199,10 @@ class RoutingCall:
                     self.used, self.kept = self.used.gather(1, order), None
                 self.in_order = True
             indices = self.used
-            if values is None and not torch.is_grad_enabled():
-                values = scores.gather(1, indices)
-        # Without gradients a live forward has its values and gathers nothing, so its recompute must hide its gather, too.
-        return (scores.gather(1, indices) if torch.is_grad_enabled() else values), indices
+            if not torch.is_grad_enabled():
+                # A live forward has its values and gathers nothing, so this is hidden: its recompute may have to gather.
+                return scores.gather(1, indices) if values is None else values, indices
+        return scores.gather(1, indices), indices
 
     def _order_matters(self, request: TopKRequest) -> bool:
         """Return whether sums over the columns would differ from those of a live top-k, which is sorted here."""

@@ -335,7 +335,10 @@ def _is_left_to(replay: Any) -> bool:
     if not hasattr(replay, "is_active"):
         return False
     run, repeats, _ = tape.checkpoint_state()
-    return run.peek() is replay if run is not None else replay.is_active or not repeats
+    if run is None:
+        return replay.is_active or not repeats
+    # A fused forward requests nothing of its RouterReplay, which then writes nothing; it ran live, and so may its recompute.
+    return run.peek() is replay or not run.tape.entries
 
 
 def _pass_on(original: Any, router: Any, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

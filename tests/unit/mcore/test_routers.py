@@ -248,6 +248,23 @@ def test_fused_routers_ask_the_unfused_function_that_was_there_before(monkeypatc
         assert (report.decisions["verified"], report.decisions["wrong"]) == (48, 0)
 
 
+def test_a_fused_model_with_its_own_replay_objects_trains_on_after_a_session(monkeypatch):
+    chunk = Chunk(moe_router_fusion=True)
+    chunk.around = reentrant
+    before = getattr(router_module, FUNCTION)
+
+    def fused(*args, **kwargs):  # requests nothing of a replay object
+        return before(*args, **kwargs | {"router_replay": None, "fused": False} if kwargs["fused"] else kwargs)
+
+    monkeypatch.setattr(router_module, FUNCTION, fused)
+    for router in chunk.routers:
+        router.router_replay = mrr.mcore.RouterReplay()
+    mrr.freeze_recompute(chunk).close()
+    with watched(chunk) as seen:
+        forward(chunk).backward()
+    assert (num_recomputed(seen), flips(seen)) == (3, 0)
+
+
 # ---- hash layers: DeepSeek-V4's router as Megatron-LM's dev branch has it, a table of token ids selects and asks nobody
 
 
