@@ -39,8 +39,9 @@ class RoutingSegments:
 
         After a turn of S tokens it is S - 1, not S: the turn's last token has no route yet.
         """
-        missing = [] if self._trace is None else (~self._trace.replay_mask).nonzero()
-        return int(missing[0]) if len(missing) else len(self)
+        if self._trace is None or bool(self._trace.replay_mask.all()):
+            return len(self)
+        return int((~self._trace.replay_mask).nonzero()[0])
 
     @property
     def num_missing(self) -> int:

@@ -38,7 +38,7 @@ REPEATED[[1, 2], 1] = 3
         (REPEATED, {}, r"2 routes name an expert twice, in layers \[2\], rows 11\.\.12"),
         ([[[0, 1], [0, 0]], [[5, 5], [2, 3]]], {},
          r"1 routes are all zero, in layers \[1, 2\], rows 10\.\.11; first: row 10, layer_number 2 .*missing='live'"),
-        ([TWO, [[-1, -1], [0, 1]]], {"missing": "live"}, "row 11, layer 1 .* outside"),  # a row is -1 altogether or not at all
+        ([TWO, [[-1, -1], [0, 1]]], {"missing": "live"}, "row 11, layer 1 .* outside"),  # a row is -1 as a whole
         ([[[-1, -1]] * 2, TWO, [[0, 1], [8, 0]]], {"missing": "live"}, "row 12, layer 2 .* outside"),
         (np.array([TWO], np.uint8), {"num_experts": 256}, None),
         (np.array([TWO], np.uint8), {"num_experts": 257}, "cannot hold the ids of 257 experts: a cast has wrapped them"),

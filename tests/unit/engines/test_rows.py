@@ -16,7 +16,7 @@ WIDE = ModelRoutingInfo(num_layers=4, moe_layer_numbers=(2, 3), num_experts=16, 
 
 
 def sample(
-    *parts, num_tokens=None, prompt=None, ids=None, version=None, name="s", may_be_empty=False, layout=None, begin=0, **options
+    *parts, num_tokens=None, prompt=None, ids=None, version=None, name="s", may_be_empty=False, layout=None, begin=0, **given
 ):  # fmt: skip
     parts = tuple(np.asarray(part) for part in parts)
     num_rows = sum(len(part) for part in parts if part.ndim)
@@ -28,7 +28,7 @@ def sample(
             num_prompt_tokens=prompt,
             token_ids=None if ids is None else np.array(ids, np.int32),
         ),
-        options=DecodeOptions(**options),
+        options=DecodeOptions(**given),
         weight_version=None if version is None else np.array(version, np.int32),
         may_be_empty=may_be_empty,
         begin=begin,
