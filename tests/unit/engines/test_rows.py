@@ -102,7 +102,7 @@ def test_an_aborted_request_may_have_no_rows_and_not_any_number_of_tokens():
 
 
 @pytest.mark.parametrize("num_rows", [1, 9])
-def test_an_array_has_three_axes_and_the_models_width_and_layers_also_of_a_single_row(num_rows):
+def test_an_array_has_three_axes_and_the_models_width_and_layers(num_rows):
     every = {"layout": {"columns": None}}
     for shape in ((9, 8), (72,), (9, 4, 2, 1), ()):
         axes = r"expected \[rows, layers, topk\] = \[rows, 2, 2\]"
