@@ -24,7 +24,7 @@ Array = npt.NDArray[Any]
 
 _MAX_POSITION_BINS = 128
 _AT_ONCE = 1 << 14  # decisions counted at a time, so that their columns stay in the cache
-_BLOCK_ROWS = 1024  # rows whose far decisions are counted together
+_BLOCK_ROWS = 1024  # rows of a block
 
 
 def shared_experts(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,8 @@
 Rows are cut into pieces of 32 that end with samples; a piece of one layer is a cell. A cell is bad if fewer than half of its
 decisions are near those of a (see the package's docstring). Each bad cell is compared with a few explanations: other samples
 of a, a's rows at another offset, another layer of a, one repeated route, a's experts under other ids. The best one is taken
-if it fits three quarters of the cell; neighbouring cells with one explanation become one fact, whose first and last row are
-then found row by row. Bad cells without an explanation are unrelated to a if chance is likelier than noise.
+if it fits three quarters of the cell; neighbouring cells with one explanation become one fact, with its first and last row
+found row by row. Bad cells without an explanation are unrelated to a if chance is likelier than noise.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class _Search:
         yield "names", names, self.near(0, np.arange(len(columns)), renamed) & names.any(axis=1)
 
     def _equal_rows(self, bad: Array, layer: int) -> tuple[Array, Array]:
-        """Return bad rows of b, and rows of a whose sets of experts are the same in one layer and the two rows after them."""
+        """Return bad rows of b, and rows of a with the same sets of experts in a layer, there and in the next two rows."""
         keys_a, keys_b = _keys(self.sets_a[:, self.column[layer]]), _keys(self.sets_b[:, layer])
         if self.column[layer] < 0:
             keys_a = keys_a[:0]
@@ -239,7 +239,7 @@ class _Search:
             if 4 * votes[i] >= end - begin:
                 offsets[max(0, begin) : max(0, end)] = offset
                 is_different |= place != sample
-        # Samples that moved only because an earlier one has a different length are in order: an offset says it.
+        # Samples that moved only because an earlier one has a different length are in order: they are a row fact.
         return offsets if is_different else np.zeros_like(offsets)
 
     def _moved(self, kind: str, offsets: Array, fitting: Array, cells: Array) -> Iterator[tuple[Fact, Array, Array]]:

@@ -1,4 +1,4 @@
-"""One generated sequence as an engine sent it, with the counts that its response states; and what is no reply at all."""
+"""One generated sequence as an engine sent it, with the counts that its response states; and values that are no reply."""
 
 from __future__ import annotations
 

@@ -285,6 +285,6 @@ def find_columns(layout: RowLayout, model: ModelRoutingInfo) -> tuple[tuple[int,
 def most_ids(model: ModelRoutingInfo, tokens: SampleTokens) -> int:
     """Return the number of expert ids that a text may have for these tokens; a longer one is refused undecoded.
 
-    More than are right: the check of rows can then say what is wrong with a few too many.
+    More than are right: the check of rows can then explain a few too many.
     """
     return (tokens.num_tokens + 4096) * model.num_layers * model.topk

@@ -99,7 +99,7 @@ def load_trace(
 
 
 class Reader:
-    """A trace file whose header was checked. Each tensor is checked once, before a slice of it is returned first.
+    """A trace file with a checked header. Each tensor is checked once, before a slice of it is returned first.
 
     Attributes:
         header: sizes and samples of the trace.
@@ -157,7 +157,7 @@ class Reader:
         )
 
     def _read(self, file: Any, name: str, rows: slice, columns: slice | list[int] | None = None) -> Tensor:
-        """Return a copy of some rows and columns of a tensor, whose checksum is right."""
+        """Return a copy of some rows and columns of a tensor, after its checksum was compared."""
         tensor, like = file.get_slice(name)[:], self.header.empty(0)[name]  # a view of the file, which is not read yet
         if tensor.dtype != like.dtype or tensor.shape != (self.header.num_tokens, *like.shape[1:]):
             raise StoreError(f"MRR503: {name} is {list(tensor.shape)} {tensor.dtype}: its header was altered.")
