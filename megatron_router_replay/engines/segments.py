@@ -77,9 +77,9 @@ class RoutingSegments:
         self._trace = concat_traces([old, new]).gather_rows(rows + len(old) * from_new)
 
     def trace(self, *, sample_id: str | None = None) -> RoutingTrace:
-        """Return the joined trace, with sequence_lengths (len(self),); a later `append` does not change it.
+        """Return the joined trace, with sequence_lengths (len(self),).
 
-        Its weight_version, where turns have one, is that of each row's own forward, -1 on rows without a route.
+        A later `append` does not change it. Its weight_version, where turns have one, is that of each row's own forward, -1 on rows without a route.
 
         Raises:
             PayloadError: nothing was appended.

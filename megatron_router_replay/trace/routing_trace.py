@@ -197,7 +197,7 @@ class RoutingTrace:
         return _from_values, ({name: getattr(self, name) for name in _FIELDS},)
 
     def check_unchanged(self) -> None:
-        """Raise if a tensor of the trace was changed in place since it was made: its values are unchecked.
+        """Raise if a tensor of the trace was changed in place since it was made.
 
         Sessions and everything that makes a trace of this one call it; it costs microseconds. It does not see what numpy, or
         a collective of torch.distributed, writes into the same memory.
@@ -295,8 +295,7 @@ class RoutingTrace:
         return self._with(topk_indices=self.topk_indices[:, indices], layer_numbers=numbers)
 
     def renumber(self, layer_numbers: Mapping[int, int]) -> RoutingTrace:
-        """Return the trace with different layer numbers. A model with other router numbers than the engine's
-        needs it.
+        """Return the trace with different layer numbers.
 
         A hybrid model in which only layers 2, 4, 6 have routers, served as a model of layers 1, 2, 3, takes
         `trace.renumber({1: 2, 2: 4, 3: 6})`.
