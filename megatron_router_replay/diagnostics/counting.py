@@ -1,14 +1,13 @@
-"""Count in one pass over two traces: decisions that differ, by layer, position and piece.
+"""Count in one pass over two traces: decisions that differ, by layer, position and block of rows.
 
 A decision (see the package's docstring) is *far* if the traces share less than half of its experts; near-ties exchange
-one. A piece is a run of neighbouring rows inside one sample: far decisions by piece and layer select the rows that the
-search for facts reads again. A cell is one layer in one bin of positions; its first decision that differs is kept.
+one. Far decisions by block select the rows that the search for facts reads again. A cell is one layer in one bin of
+positions; its first decision that differs is kept.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from math import gcd
 from typing import Any
 
@@ -25,9 +24,7 @@ Array = npt.NDArray[Any]
 
 _MAX_POSITION_BINS = 128
 _AT_ONCE = 1 << 14  # decisions counted at a time, so that their columns stay in the cache
-_PIECE_ROWS = 32  # short enough that a fault in half of a sample fills a piece
-_MAX_PIECES = 4096  # bounds the counts by piece and layer: a longer trace has longer pieces
-_MAX_SAMPLES = 1 << 14  # each sample has at least one piece
+_BLOCK_ROWS = 1024  # rows of a block
 
 
 def shared_experts(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,32 +80,10 @@ class Samples:
         sample: Array = np.searchsorted(self.starts, rows, side="right") - 1
         return sample
 
-    def whole(self, first: int, last: int) -> tuple[int, ...]:
-        """Return the samples that rows first..last consist of; empty if a sample is cut, or samples are unknown."""
-        one, end = np.searchsorted(self.starts, [first, last + 1]).tolist()
-        fits = self.known and end < len(self.starts) and self.starts[[one, end]].tolist() == [first, last + 1]
-        return tuple(range(one, end)) if fits else ()
-
     def touched(self, first: int, last: int) -> tuple[int, ...]:
         """Return the samples that rows first..last lie in; empty if samples are unknown."""
         one, other = self.of_rows(np.array([first, last])).tolist()
         return tuple(range(one, min(other + 1, len(self.lengths)))) if self.known else ()
-
-    def piece_starts(self) -> Array:
-        """Return the first row of each piece, [pieces] int64. The pieces of a sample have nearly equal lengths."""
-        size = max(_PIECE_ROWS, -(-self.num_rows // _MAX_PIECES))
-        ends = self.starts[self.starts < self.num_rows] if len(self.lengths) <= _MAX_SAMPLES else self.starts[:1]
-        # Rows after the last sample are cut like one more sample.
-        bounds = np.unique([*ends, self.num_rows]).tolist()
-        return np.array(
-            [
-                begin + (end - begin) * piece // pieces
-                for begin, end in pairwise(bounds)
-                for pieces in [max(1, round((end - begin) / size))]
-                for piece in range(pieces)
-            ],
-            dtype=np.int64,
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +128,7 @@ class Counter:
     Attributes:
         layers: [num_layers] numbers of the layers that both have.
         partial: [num_layers, topk + 1] int64, decisions that differ by the number of shared experts.
-        rows_by_piece, far_by_piece: [pieces] and [pieces, num_layers] int64.
+        far_by_block: [blocks] int64, decisions that are far, by block of rows.
         only_a, only_b: [samples] int64, rows with a route in one trace only.
     """
 
@@ -180,15 +155,17 @@ class Counter:
         self.by_position, self.different_by_position = zeros(self.bins), zeros(num_layers * self.bins)
         # One more sample for rows after the last one.
         self.only_a, self.only_b = zeros(len(self.samples.lengths) + 1), zeros(len(self.samples.lengths) + 1)
-        self.piece_starts = self.samples.piece_starts()
-        self.rows_by_piece = zeros(len(self.piece_starts))
-        self.far_by_piece = zeros(len(self.piece_starts), num_layers)
+        self.far_by_block = zeros(num_rows // _BLOCK_ROWS + 1)
         self._differences: dict[int, Difference] = {}
 
     @property
     def different_by_layer(self) -> Tensor:
         """Decisions on which the traces differ, [num_layers] int64."""
         return self.partial.sum(dim=1)
+
+    def worst_row(self) -> int:
+        """Return the middle row of the block with most far decisions."""
+        return int(self.far_by_block.argmax()) * _BLOCK_ROWS + _BLOCK_ROWS // 2
 
     def differences(self) -> tuple[Difference, ...]:
         """Return the first decision that differs of each cell, in the order of layers and positions."""
@@ -217,9 +194,7 @@ class Counter:
         self._add_tokens(a, b, both, start)
         # The rows after the last sample may be more than the longest sample has.
         position_bin = (position // self.width).clamp(max=self.bins - 1)
-        piece = torch.from_numpy(np.searchsorted(self.piece_starts, numbers, side="right") - 1)
         _count(self.by_position, position_bin[both])
-        _count(self.rows_by_piece, piece[both])
         if not self.layers:
             return
         topk = self.a.topk
@@ -231,8 +206,7 @@ class Counter:
         shared, cell = overlap[row, layer].to(torch.int64), layer * self.bins + position_bin[row]
         _count(self.partial, layer * (topk + 1) + shared)
         _count(self.different_by_position, cell)
-        far = 2 * shared < topk
-        _count(self.far_by_piece, piece[row[far]] * len(self.layers) + layer[far])
+        _count(self.far_by_block, (row[2 * shared < topk] + start) // _BLOCK_ROWS)
         # The lowest row of each cell, in one pass: a sort of a block's millions of decisions would cost more.
         lowest = torch.full((len(self.different_by_position),), rows).scatter_reduce_(0, cell, row, "amin")
         for index in (lowest < rows).nonzero().flatten().tolist():

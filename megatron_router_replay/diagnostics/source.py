@@ -86,7 +86,7 @@ class TraceSource:
 class _File(TraceSource):
     def __init__(self, path: Path) -> None:
         with naming(path, "read"):
-            self._reader = Reader.open(path)
+            self._reader = Reader(path)
         self._path = path
         super().__init__(str(path), Provenance(path=str(path), files=(str(path),)), self._reader.header)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Unpack
 
-from megatron_router_replay.engines.model_info import ModelLike, ModelRoutingInfo, as_model_info
+from megatron_router_replay.engines.model_info import ModelLike, as_model_info
 from megatron_router_replay.engines.options import DecodeOptions, SampleOptions, refuse_withdrawn
 from megatron_router_replay.engines.payload import Array, Source, as_array
 from megatron_router_replay.engines.reply import Reply, StatedCount, refuse_non_reply
@@ -47,57 +47,44 @@ def decode(
         PayloadError: the axes do not fit the array, or the routes do not fit the tokens or the model.
     """
     refuse_withdrawn(options)
-    info, names = as_model_info(model), [name for name in axes if name not in ("batch", "")]
-    if sorted(names) != ["expert", "layer", "token"]:
-        raise PayloadError(f"MRR101: axes {list(axes)} must name one token, one layer and one expert axis.")
     refuse_non_reply(result, "array")
+    info, sample = as_model_info(model), DecodeOptions(**options)
     # The caller's border is compared with the token ids as if a reply had stated it.
     border = () if num_prompt_tokens is None else (StatedCount("num_prompt_tokens", "prompt", num_prompt_tokens),)
-    reply, sample = Reply(source=_SOURCE, counts=border), DecodeOptions(**options)
-    # No engine is known, so the caller's ids or number of tokens are the only ones.
+    reply = Reply(source=_SOURCE, counts=border)
     tokens = resolve_tokens(reply, sample)
-    array = _token_major(as_array(result, source=_SOURCE), axes, names)
-    columns, filler = (None, None) if layer_numbers is None else _columns(array.shape[1], layer_numbers, info)
-    rows = SampleRows(
-        source=_SOURCE,
-        layout=RowLayout(
-            parts=(array,),
-            columns=columns,
-            filler=filler,
-            last_row="none" if last_token_routed is None else "route" if last_token_routed else "padding",
-        ),
-        tokens=tokens,
-        options=sample,
-        weight_version=stamp_versions(reply, tokens, sample.weight_version),
+    array = _token_major(as_array(result, source=_SOURCE), axes)
+    columns = filler = None
+    if layer_numbers is not None:
+        numbers = list(layer_numbers)
+        if len(numbers) != array.shape[1] or len(set(numbers)) != len(numbers):
+            raise _SOURCE.error(
+                f"MRR306: layer_numbers names {len(numbers)} layers, the array has {array.shape[1]}: one each, no repeats."
+            )
+        if missing := [number for number in info.moe_layer_numbers if number not in numbers]:
+            raise _SOURCE.error(f"MRR302: has no routes of the MoE layers {missing}.")
+        columns = tuple(numbers.index(number) for number in info.moe_layer_numbers)
+        filler = tuple(i for i, number in enumerate(numbers) if number not in info.moe_layer_numbers)
+    layout = RowLayout(
+        parts=(array,),
+        columns=columns,
+        filler=filler,
+        last_row="none" if last_token_routed is None else "route" if last_token_routed else "padding",
     )
+    version = stamp_versions(reply, tokens, sample.weight_version)
+    rows = SampleRows(source=_SOURCE, layout=layout, tokens=tokens, options=sample, weight_version=version)
     return build_trace([rows], model=info)
 
 
-def _token_major(array: Array, axes: Sequence[str], names: list[str]) -> Array:
+def _token_major(array: Array, axes: Sequence[str]) -> Array:
     """Return the array as [tokens, layers, topk]."""
-    if array.ndim != len(axes):
-        raise _SOURCE.error(f"MRR101: axes {list(axes)} do not name shape {list(array.shape)}: one name an axis.")
+    names = [name for name in axes if name not in ("batch", "")]
+    if sorted(names) != ["expert", "layer", "token"]:
+        raise PayloadError(f"MRR101: axes {list(axes)} must name one token, one layer and one expert axis.")
     extra = tuple(i for i, name in enumerate(axes) if name not in names)
-    if any(array.shape[i] != 1 for i in extra):
+    if array.ndim != len(axes) or any(array.shape[i] != 1 for i in extra):
         raise _SOURCE.error(
-            f"MRR101: has shape {list(array.shape)}, but only axes of length 1 may be named batch or ''."
+            f"MRR101: axes {list(axes)} do not name shape {list(array.shape)}: one name an axis, and only axes of length 1 "
+            "may be named batch or ''."
         )
     return array.squeeze(extra).transpose([names.index(name) for name in ("token", "layer", "expert")])
-
-
-def _columns(
-    num_columns: int, numbers: Sequence[int], model: ModelRoutingInfo
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the column of each MoE layer, and the columns of all other layers."""
-    numbers = list(numbers)
-    if len(numbers) != num_columns or len(set(numbers)) != len(numbers):
-        raise _SOURCE.error(
-            f"MRR306: layer_numbers names {len(numbers)} layers, the array has {num_columns}: one each, no repeats."
-        )
-    missing = [number for number in model.moe_layer_numbers if number not in numbers]
-    if missing:
-        raise _SOURCE.error(f"MRR302: has no routes of the MoE layers {missing}.")
-    return (
-        tuple(numbers.index(number) for number in model.moe_layer_numbers),
-        tuple(i for i, number in enumerate(numbers) if number not in model.moe_layer_numbers),
-    )

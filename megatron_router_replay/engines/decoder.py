@@ -22,7 +22,7 @@ from megatron_router_replay.engines.options import (
     refuse_withdrawn,
 )
 from megatron_router_replay.engines.reader import ReplyReader
-from megatron_router_replay.engines.reply import Reply, refuse_non_reply
+from megatron_router_replay.engines.reply import Reply
 from megatron_router_replay.engines.rows import RowLayout, SampleRows, build_trace
 from megatron_router_replay.engines.tokens import SampleTokens, resolve_tokens, stamp_versions
 from megatron_router_replay.errors import PayloadError
@@ -33,21 +33,17 @@ LayRows = Callable[[Reply, ModelRoutingInfo, SampleTokens, DecodeOptions], RowLa
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Decoder:
+class Decoder(ReplyReader):
     """Turns the results of an engine into a RoutingTrace.
 
     Args:
-        title: of the engine, in messages.
-        reader: the table of its fields.
         rows: a reply -> its arrays.
         start: how to start the engine and what to send, for the message about a reply without routes.
         corrected: a reply -> the same with counts that fit its ids, where the engine counts other tokens.
     """
 
-    title: str
-    reader: ReplyReader
     rows: LayRows
-    start: str
+    start: str = ""
     corrected: Callable[[Reply, ModelRoutingInfo], Reply] = lambda reply, model: reply
 
     def decode(
@@ -73,14 +69,14 @@ class Decoder:
         """
         refuse_withdrawn(options)
         info, replies = as_model_info(model), self.read(result)
-        # True would be choice 1.
-        if choice is not None and (isinstance(choice, bool) or not 0 <= choice < len(replies)):
-            raise PayloadError(f"MRR312: {self.title}: choice={choice!r} of a response with {len(replies)} choices.")
         if choice is None and len(replies) != 1:
             raise PayloadError(
                 f"MRR312: {self.title}: the response has {len(replies)} choices, decode reads one: pass choice=... or use "
                 "decode_batch."
             )
+        # True would be choice 1.
+        if choice is not None and (isinstance(choice, bool) or not 0 <= choice < len(replies)):
+            raise PayloadError(f"MRR312: {self.title}: choice={choice!r} of a response with {len(replies)} choices.")
         return self.trace_of([replies[choice or 0]], [DecodeOptions(**options)], info)
 
     def decode_batch(
@@ -114,7 +110,7 @@ class Decoder:
         """
         refuse_withdrawn(options)
         info, replies = as_model_info(model), self._read_all(results)
-        lists: dict[str, Any] = {
+        lists = {
             "token_ids": token_ids,
             "prompt_token_ids": _per_sample(prompt_token_ids, len(replies)),
             "num_tokens": num_tokens,
@@ -131,12 +127,6 @@ class Decoder:
         lists["sample_id"] = lists.pop("sample_ids", [None] * len(replies))
         each = [DecodeOptions(**{n: v[i] for n, v in lists.items()}, **options) for i in range(len(replies))]
         return self.trace_of(replies, each, info)
-
-    def read(self, result: Any) -> list[Reply]:
-        """Return the replies of a result."""
-        for item in result if isinstance(result, (list, tuple)) else [result]:
-            refuse_non_reply(item, self.title)
-        return self.reader.read(result)
 
     def _read_all(self, results: Any) -> list[Reply]:
         if not isinstance(results, (list, tuple)):
@@ -161,14 +151,14 @@ class Decoder:
         samples = [self._sample(reply, model, each, begin) for reply, each in zip(replies, options, strict=True)]
         return build_trace(samples, model=model)
 
-    def _has_routes(self, reply: Reply) -> bool:
-        return any(reply[name] is not None for name in ("routed_experts", *self.reader.shared))
-
-    def _check_routes(self, reply: Reply, *, may_be_empty: bool) -> None:
-        if not self._has_routes(reply) and not may_be_empty:
+    def _check_routes(self, reply: Reply, *, may_be_empty: bool) -> bool:
+        """Return whether a reply has routes; raise if it must have some."""
+        has_routes = any(reply[name] is not None for name in ("routed_experts", *self.shared))
+        if not has_routes and not may_be_empty:
             raise reply.source.error(
                 f"MRR302: missing, though the model has MoE layers: it would train on live routes. {self.start}"
             )
+        return has_routes
 
     def _sample(self, reply: Reply, model: ModelRoutingInfo, options: DecodeOptions, begin: int) -> SampleRows:
         reply = self.corrected(reply, model)
@@ -176,8 +166,8 @@ class Decoder:
         tokens = resolve_tokens(reply, options)
         # An aborted request that had generated tokens had routes for them: without these they are lost.
         may_be_empty = reply.aborted and tokens.nothing_generated
-        self._check_routes(reply, may_be_empty=may_be_empty)
-        layout = self.rows(reply, model, tokens, options) if self._has_routes(reply) else RowLayout(parts=())
+        has_routes = self._check_routes(reply, may_be_empty=may_be_empty)
+        layout = self.rows(reply, model, tokens, options) if has_routes else RowLayout(parts=())
         if layout.start is not None and options.start not in (0, layout.start):
             raise reply.source.error(
                 f"MRR305: its rows begin at token {layout.start}, not at start={options.start}: leave start out."
@@ -193,20 +183,19 @@ class Decoder:
         )
 
 
-def _as_list(name: str, values: Any) -> Sequence[Any]:
+def _as_list(name: str, values: Any) -> Any:
     if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__"):
         raise PayloadError(f"MRR312: {name} is {type(values).__name__}, expected a list with one entry a sample.")
-    result: Sequence[Any] = values
-    return result
+    return values
 
 
-def _per_sample(prompts: Any, num_samples: int) -> Sequence[Any] | None:
+def _per_sample(prompts: Any, num_samples: int) -> Any:
     """Return one prompt per sample; a flat list of ids is the prompt of all."""
     if prompts is None:
         return None
-    values = _as_list("prompt_token_ids", prompts)
-    if isinstance(values, (torch.Tensor, np.ndarray)):
-        return [values] * num_samples if values.ndim == 1 else list(values)
+    prompts = _as_list("prompt_token_ids", prompts)
+    if isinstance(prompts, (torch.Tensor, np.ndarray)):
+        return [prompts] * num_samples if prompts.ndim == 1 else list(prompts)
     # Arrays of no dimension have a length method as well, and are ids.
-    flat = len(values) > 0 and not any(hasattr(value, "__len__") and getattr(value, "ndim", 1) for value in values)
-    return [values] * num_samples if flat else values
+    is_flat = len(prompts) and not any(hasattr(each, "__len__") and getattr(each, "ndim", 1) for each in prompts)
+    return [prompts] * num_samples if is_flat else prompts

@@ -114,10 +114,11 @@ def _from(name: str) -> LayerRule:
 
 def _every_layer(config: Config, num_layers: int) -> list[bool]:
     """Source: transformers 5.23, MixtralDecoderLayer, GptOssDecoderLayer, Qwen3_5MoeDecoderLayer: no dense layers."""
+    # A config that names dense layers contradicts its own model_type, and is not guessed at.
     if config.get("mlp_only_layers"):
         raise PayloadError(
-            f"MRR303: a {config['model_type']} has routed experts in every layer, its config has mlp_only_layers="
-            f"{config['mlp_only_layers']}: the two contradict each other."
+            f"MRR303: a {config['model_type']} has routed experts in every layer, and its config has mlp_only_layers="
+            f"{config['mlp_only_layers']}."
         )
     return [True] * num_layers
 

@@ -86,6 +86,5 @@ _WITHDRAWN = {
 
 def refuse_withdrawn(options: Mapping[str, Any]) -> None:
     """Raise PayloadError for an option of an earlier version."""
-    for name, replacement in _WITHDRAWN.items():
-        if name in options:
-            raise PayloadError(f"MRR101: {name}= of decode is gone in 0.3: {replacement}")
+    for name in _WITHDRAWN.keys() & options.keys():
+        raise PayloadError(f"MRR101: {name}= of decode is gone in 0.3: {_WITHDRAWN[name]}")

@@ -18,8 +18,17 @@ import numpy as np
 
 from megatron_router_replay.checks import shown
 from megatron_router_replay.engines.payload import Source, as_token_ids, is_tensor
-from megatron_router_replay.engines.reply import Kind, Reply, StatedCount, first_known, get_field, is_count, read_counts
-from megatron_router_replay.engines.tokens import read_spans
+from megatron_router_replay.engines.reply import (
+    Kind,
+    Reply,
+    StatedCount,
+    first_known,
+    get_field,
+    is_count,
+    read_counts,
+    read_spans,
+    refuse_non_reply,
+)
 
 _USAGE: Mapping[str, Kind] = {"prompt_tokens": "prompt", "completion_tokens": "output", "total_tokens": "all"}
 
@@ -33,10 +42,10 @@ FIELDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ReplyReader:
-    """Reads the results of an engine.
+    """The table of an engine's fields, which reads its results.
 
     Args:
-        engine: for messages.
+        title: of the engine, in messages.
         fields: our name of a field -> the engine's names of it, on a choice or in one of `inside`. An engine's own `rows`
             read the fields beyond those of `FIELDS`.
         inside: fields of a response or a choice that contain more of its fields.
@@ -49,7 +58,7 @@ class ReplyReader:
         unwrap: applied to routes and ids before anything else.
     """
 
-    engine: str
+    title: str
     fields: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: FIELDS)
     inside: tuple[str, ...] = ("message", "metadata")
     shared: tuple[str, ...] = ()
@@ -63,10 +72,12 @@ class ReplyReader:
         """Return the generated sequences of a result, in the order of their index.
 
         Raises:
-            PayloadError: there is no choice, one is lost or there twice, or a stream is incomplete.
+            PayloadError: no reply, no choice, a choice is lost or there twice, or a stream is incomplete.
         """
-        source = Source(engine=self.engine, field=self.fields["routed_experts"][0])
+        source = Source(engine=self.title, field=self.fields["routed_experts"][0])
         chunks = list(result) if isinstance(result, (list, tuple)) else [result]
+        for chunk in chunks:
+            refuse_non_reply(chunk, self.title)
         # Nested lists and lists of arrays are routes. A list with anything else among replies is read so too, and raises.
         if not chunks or not all(map(self._is_reply, chunks)):
             return [Reply(source=source, fields={"routed_experts": self.unwrap(result, source)})]
@@ -78,7 +89,8 @@ class ReplyReader:
         choices = self._choices(chunks, source)
         # Usage, and SGLang's routes and ids, come with the last chunks of a stream, so these are first.
         response = [holder for chunk in reversed(chunks) if _has_choices(chunk) for holder in self._holders(chunk)]
-        self._check_shared(choices, response, source)
+        if len(choices) > 1:
+            self._check_shared(choices, response, source)
         return [self._reply(parts, index, len(choices), response, source) for index, parts in enumerate(choices)]
 
     def _is_reply(self, item: Any) -> bool:
@@ -117,12 +129,10 @@ class ReplyReader:
                         "which decode_batch takes as a list."
                     )
                 parts.append(choice)
-        for names in requests.values():
-            if len(names) > 1:
-                raise source.error(
-                    f"MRR311: its chunks are of several requests, {', '.join(sorted(names)[:4])}: decode_batch takes a list "
-                    "of streams."
-                )
+        if several := next((sorted(names) for names in requests.values() if len(names) > 1), None):
+            raise source.error(
+                f"MRR311: its chunks are of several requests, {', '.join(several[:4])}: decode_batch takes a list of streams."
+            )
         if not streams:
             raise source.error("MRR301: it has no choices.")
         if sorted(streams) != list(range(len(streams))):
@@ -140,29 +150,27 @@ class ReplyReader:
 
     def _is_unfinished(self, choice: Any) -> bool:
         """Return whether a choice has a finish reason that is None; a choice without the field is complete."""
-        reasons = [
-            get_field(holder, "finish_reason")
+        having = [
+            holder
             for holder in self._holders(choice)
             if ("finish_reason" in holder if isinstance(holder, Mapping) else hasattr(holder, "finish_reason"))
         ]
-        return bool(reasons) and all(reason is None for reason in reasons)
+        return bool(having) and all(get_field(holder, "finish_reason") is None for holder in having)
 
     def _request(self, holders: Iterable[Any]) -> Any:
         return first_known(*(get_field(holder, name) for holder in holders for name in ("request_id", "id")))
 
     def _check_shared(self, choices: Sequence[Sequence[Any]], response: Sequence[Any], source: Source) -> None:
         """Raise if the routes of a response are not those of all its choices."""
-        if len(choices) == 1:
-            return
-        own = [self._holders(parts[-1]) for parts in choices]
-        if self._values("routed_experts", response) and not any(self._values("routed_experts", each) for each in own):
+        last = [self._holders(parts[-1]) for parts in choices]
+        if self._values("routed_experts", response) and not any(self._values("routed_experts", each) for each in last):
             raise source.error(
                 f"MRR312: with {len(choices)} choices it has the routes of the first result only; the rest are lost. "
                 f"{self.keep_all} Is this a reply of another engine?"
             )
         if any(self._values(name, response) for name in self.shared):
             # Without ids, n samples of a prompt look like a sample of each of n prompts.
-            ids = [value for each in own for value in self._values("prompt_token_ids", each)[:1]]
+            ids = [value for each in last for value in self._values("prompt_token_ids", each)[:1]]
             if len(ids) < len(choices) or len({as_token_ids(each, source=source).tobytes() for each in ids}) > 1:
                 raise source.error(
                     "MRR302: it has the prompt's routes for the first prompt of a request only, and not all choices are "
@@ -178,7 +186,8 @@ class ReplyReader:
             parts: the chunks of its stream, or the complete choice.
             response: the objects that may have fields of its response; () if there is none.
         """
-        request = self._request([*self._holders(parts[-1]), *response])
+        last = self._holders(parts[-1])
+        request = self._request([*last, *response])
         labels = [f"choice {index}"] if num_choices > 1 else []
         labels += [f"request {str(request)[:60]}"] if isinstance(request, str) or is_count(request) else []
         source = replace(source, sample=", ".join(labels))
@@ -204,9 +213,9 @@ class ReplyReader:
         outputs = self._output_ids(parts, source, has_routes=bool(routes))
         outputs += self._listed_ids(response, index, num_choices, source)
         fields["output_token_ids"] = self._agreed_ids("output_token_ids", outputs, source)
-        reason = first_known(*(get_field(holder, "finish_reason") for holder in self._holders(parts[-1])))
         counts = [count for part in parts[:-1] for count in self._counts(part, source) if count.kind == "prompt"]
         counts += self._counts(parts[-1], source)
+        reason = first_known(*(get_field(holder, "finish_reason") for holder in last))
         if isinstance(reason, Mapping):  # SGLang: {"type": "length", "length": 16}
             counts += read_counts(reason, {"length": "output"}, prefix="finish_reason", source=source)
             reason = reason.get("type")
@@ -227,9 +236,11 @@ class ReplyReader:
         )
 
     def _counts(self, part: Any, source: Source) -> list[StatedCount]:
-        named = [("the choice", part), *((name, get_field(part, name)) for name in self.inside)] if self.counts else []
+        named = {"the choice": part} | {name: get_field(part, name) for name in self.inside}
         return [
-            count for prefix, item in named for count in read_counts(item, self.counts, prefix=prefix, source=source)
+            count
+            for prefix, holder in named.items()
+            for count in read_counts(holder, self.counts, prefix=prefix, source=source)
         ]
 
     def _output_ids(self, parts: Sequence[Any], source: Source, *, has_routes: bool) -> list[Any]:
@@ -245,37 +256,34 @@ class ReplyReader:
                 raise source.error(
                     f"MRR311: chunk {i} of the stream has the ids {shown(value)} and others have a list: it is broken."
                 )
-        joined = [token for value in ids for token in value]
-        if self.stream != "counted":
-            return [joined]
-        stated = [next((c.value for c in self._counts(part, source) if c.kind == "output"), None) for part in parts]
-        # The last chunk of a stream that repeats itself has all ids of the earlier ones.
-        if stated[-1] == len(ids[-1]):
-            return [list(ids[-1])]
-        sizes = list(accumulate(map(len, ids)))
-        if stated[-1] is None or any(count not in (None, size) for count, size in zip(stated, sizes)):
-            raise source.error(
-                f"MRR311: the chunks of the stream have {list(map(len, ids))[:8]} ids and state {stated[:8]} of them: "
-                "neither all so far nor the new ones. A chunk is lost or came twice."
-            )
-        return [joined]
+        if self.stream == "counted":
+            stated = [next((c.value for c in self._counts(part, source) if c.kind == "output"), None) for part in parts]
+            # The last chunk of a stream that repeats itself has all ids of the earlier ones.
+            if stated[-1] == len(ids[-1]):
+                return [list(ids[-1])]
+            sizes = accumulate(map(len, ids))
+            if stated[-1] is None or any(count not in (None, size) for count, size in zip(stated, sizes)):
+                raise source.error(
+                    f"MRR311: the chunks of the stream have {list(map(len, ids))[:8]} ids and state {stated[:8]} of them: "
+                    "neither all so far nor the new ones. A chunk is lost or came twice."
+                )
+        return [[token for value in ids for token in value]]
 
     def _listed_ids(self, response: Sequence[Any], index: int, num_choices: int, source: Source) -> list[Any]:
         """Return the output ids of a choice in the lists that a response has for all choices."""
         lists = [get_field(holder, self.listed) for holder in response] if self.listed else []
+        lists = [value for value in lists if value is not None]
         for value in lists:
-            if value is not None and not (isinstance(value, (list, tuple)) and len(value) == num_choices):
+            if not (isinstance(value, (list, tuple)) and len(value) == num_choices):
                 size = len(value) if hasattr(value, "__len__") else shown(value)
                 raise source.error(f"MRR312: has {size} {self.listed} for {num_choices} choices.")
-        return [value[index] for value in lists if value is not None]
+        return [value[index] for value in lists]
 
     def _agreed_ids(self, name: str, values: Sequence[Any], source: Source) -> Any:
         """Return ids that must be the same in all places that have them; None where no place has them."""
         values = [self.unwrap(value, source) for value in values]
-        for other in values[1:]:
-            if other is values[0]:
-                continue
-            first, second = (as_token_ids(each, source=source) for each in (values[0], other))
+        for value in values[1:]:
+            first, second = (as_token_ids(each, source=source) for each in (values[0], value))
             if not np.array_equal(first, second):
                 raise source.error(
                     f"MRR311: states different {name}, of {len(second)} and {len(first)} ids: is a chunk of another request?"

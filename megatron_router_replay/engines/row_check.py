@@ -62,12 +62,10 @@ def copy_routes(
     is_clean = True
     for begin in range(0, len(part), step):
         is_clean &= _copy_block(part[begin : begin + step], out[begin : begin + step], runs, model.num_experts)
+    if is_clean:
+        return np.ones(len(part), np.bool_)
     # The whole part is searched for a fault, not its block alone: the number of wrong rows names the cause.
-    return (
-        np.ones(len(part), np.bool_)
-        if is_clean
-        else _sort_out(part[:, list(columns)], model, source, missing, first_row)
-    )
+    return _sort_out(part[:, list(columns)], model, source, missing, first_row)
 
 
 def _copy_block(block: Array, narrow: Array, runs: list[list[int]], num_experts: int) -> bool:
@@ -89,20 +87,19 @@ def _sort_out(rows: Array, model: ModelRoutingInfo, source: Source, missing: str
     Args:
         rows: [rows, MoE layers, topk].
     """
-    absent = (rows == -1).all(axis=(1, 2)) if rows.dtype.kind == "i" else np.zeros(len(rows), np.bool_)
-    at = np.flatnonzero(absent)
+    routed: Array = (rows != -1).any(axis=(1, 2)) if rows.dtype.kind == "i" else np.ones(len(rows), np.bool_)
+    at = np.flatnonzero(~routed)
     if len(at) and missing != "live":
         raise source.error(
             f"MRR302: {len(at)} rows {first_row + at[0]}..{first_row + at[-1]} are -1 in every layer: they have no route. "
             "Did the engine or the way here drop them? missing='live' lets the live router decide such tokens, and counts "
             "them."
         )
-    routed = ~absent
     invalid = find_invalid_routes(rows[routed], num_experts=model.num_experts)
     if invalid is None:
         return routed
     at = np.flatnonzero(routed)[invalid.invalid.any(axis=1)]
-    row, layer = (int(i) for i in np.argwhere(invalid.invalid)[0])
+    first, last = first_row + int(at[0]), first_row + int(at[-1])
     if invalid.cause == "outside":
         cause = (
             "Likely physical ids, sent by an engine under expert load balancing (vLLM 0.21, SGLang 0.5.7 to 0.5.9, "
@@ -110,11 +107,11 @@ def _sort_out(rows: Array, model: ModelRoutingInfo, source: Source, missing: str
             if int(invalid.rows.max()) >= model.num_experts
             else "Negative ids mark layers without data: the engine lost these, or the served model is dense there."
         )
-        described = invalid.describe(model.moe_layer_numbers, first_row=first_row + int(at[0]) - row)
-        raise source.error(f"MRR307: {described} {cause}")
+        row = int(np.flatnonzero(invalid.invalid.any(axis=1))[0])  # rows without a route are not counted in it
+        raise source.error(f"MRR307: {invalid.describe(model.moe_layer_numbers, first_row=first - row)} {cause}")
     if missing != "live":
         zeros = int((invalid.invalid & (invalid.rows == 0).all(axis=2)).sum())
-        what = f"{zeros} routes are all zero"
+        problem = f"{zeros} routes are all zero"
         cause = (
             "The engine lost them: a fused kernel that bypasses the capture (vLLM 0.22 to 0.26 with FlashInfer, SGLang), or "
             "a prefix-cache hit (vLLM 0.21). Use another MoE backend or a fixed version; missing='live' lets the live router "
@@ -122,13 +119,13 @@ def _sort_out(rows: Array, model: ModelRoutingInfo, source: Source, missing: str
             "give that model's config."
         )
         if not zeros:
-            what = f"{int(invalid.invalid.sum())} routes name an expert twice"
+            problem = f"{int(invalid.invalid.sum())} routes name an expert twice"
             cause = "No router chooses one twice: the payload is damaged, or the model's topk or layers are others."
         layers = [model.moe_layer_numbers[i] for i in np.flatnonzero(invalid.invalid.any(axis=0)).tolist()]
+        row, layer = np.argwhere(invalid.invalid)[0].tolist()
         raise source.error(
-            f"MRR307: {what}, in layers [{listed(layers)}], rows {first_row + at[0]}..{first_row + at[-1]}; first: row "
-            f"{first_row + at[0]}, layer_number {model.moe_layer_numbers[layer]} = "
-            f"{invalid.rows[row, layer].tolist()}. {cause}"
+            f"MRR307: {problem}, in layers [{listed(layers)}], rows {first}..{last}; first: row {first}, layer_number "
+            f"{model.moe_layer_numbers[layer]} = {invalid.rows[row, layer].tolist()}. {cause}"
         )
     routed[at] = False
     return routed

@@ -103,19 +103,18 @@ def build_trace(samples: Sequence[SampleRows], *, model: ModelRoutingInfo) -> Ro
     routed = [sample for sample in samples if sample.num_rows]
     has_versions = bool(_all_or_none("weight version", routed, [sample.weight_version for sample in routed]))
     lengths = tuple(sample.tokens.num_tokens for sample in samples)
-    num_tokens = sum(lengths)
     # Nothing is cleared: `_fill` writes every row, as a route or as filler.
-    shape = (num_tokens, len(model.moe_layer_numbers), model.topk)
+    shape = (sum(lengths), len(model.moe_layer_numbers), model.topk)
     indices = torch.empty(shape, dtype=index_dtype(model.num_experts))
-    mask = np.zeros(num_tokens, np.bool_)
-    versions = np.full(num_tokens if has_versions else 0, -1, np.int32)
+    mask = np.zeros(len(indices), np.bool_)
+    versions = np.full(len(indices), -1, np.int32)
     begin = 0
     for sample, length in zip(samples, lengths):
         rows = slice(begin, begin + length)
         _fill(sample, model, indices[rows].numpy(), mask[rows])
-        if has_versions and sample.weight_version is not None:
-            # A sample without any route, such as an aborted one, has no version either.
-            versions[rows] = np.where(mask[rows].any(), sample.weight_version, -1)
+        # A sample without any route, such as an aborted one, has no version either.
+        if sample.weight_version is not None and mask[rows].any():
+            versions[rows] = sample.weight_version
         begin += length
     # Every row was checked while it was copied, so the trace does not check it again.
     trace = RoutingTrace.from_checked(
@@ -146,11 +145,11 @@ def _report(trace: RoutingTrace, samples: Sequence[SampleRows]) -> None:
         _LOG.info("%s: decoded %d samples: %d tokens, %d with a route, %d MoE layers", engine, *rows)
 
 
-def _all_or_none(what: str, samples: Sequence[SampleRows], values: list[Any]) -> list[Any]:
+def _all_or_none(noun: str, samples: Sequence[SampleRows], values: list[Any]) -> list[Any]:
     """Return the values if every sample has one, [] if none has; raise PayloadError if only some have."""
     missing = [sample for sample, value in zip(samples, values) if value is None]
     if missing and len(missing) < len(values):
-        raise missing[0].source.error(f"MRR302: has no {what} while others of the batch have.")
+        raise missing[0].source.error(f"MRR302: has no {noun} while others of the batch have.")
     return [] if missing else values
 
 
@@ -184,10 +183,9 @@ def _fill(sample: SampleRows, model: ModelRoutingInfo, out: Array, mask: Array) 
             "%s: %d rows have no route; the live router decides them (missing='live')", sample.source, num_lost
         )
     # Rows without a route have legal ids as well: uint8 has no -1, and they must never all go to one expert.
-    if not mask.all():
-        for _, first, length in neighbour_runs(np.flatnonzero(~mask)).tolist():
-            filler_ids = spread_experts(first, length, topk=model.topk, num_experts=model.num_experts)
-            out[first : first + length] = filler_ids.numpy()[:, None, :]
+    for _, first, length in neighbour_runs(np.flatnonzero(~mask)).tolist():
+        ids = spread_experts(first, length, topk=model.topk, num_experts=model.num_experts)
+        out[first : first + length] = ids.numpy()[:, None, :]
 
 
 def _check_shape(sample: SampleRows, model: ModelRoutingInfo) -> None:
@@ -195,7 +193,7 @@ def _check_shape(sample: SampleRows, model: ModelRoutingInfo) -> None:
     source, num_tokens = sample.source, sample.tokens.num_tokens
     if sample.options.start > num_tokens:
         raise source.error(f"MRR305: start={sample.options.start} must lie in 0..{num_tokens}, the number of tokens.")
-    num_columns = find_columns(sample.layout, model)[2]
+    num_columns, num_moe = find_columns(sample.layout, model)[2], len(model.moe_layer_numbers)
     for part in sample.layout.parts:
         if part.ndim != 3:
             raise source.error(
@@ -209,7 +207,6 @@ def _check_shape(sample: SampleRows, model: ModelRoutingInfo) -> None:
                 "served model? Shared experts are not routed: have the engine send the routed experts only."
             )
         if part.shape[1] != num_columns:
-            num_moe = len(model.moe_layer_numbers)
             cause = "Is this the config of the served model, and are the layers of all pipeline stages there?"
             if sample.layout.columns is None and part.shape[1] == num_moe:
                 numbers = listed(model.moe_layer_numbers)
@@ -227,8 +224,8 @@ def _check_row_count(sample: SampleRows) -> None:
     a stream that lost a token, ids without BOS or a `start` that is off by one, each of which shifts every row: it is
     legal only where an engine is known to send it.
     """
-    rows, source, layout, options = sample.num_rows, sample.source, sample.layout, sample.options
-    start, num_tokens = options.start, sample.tokens.num_tokens
+    rows, source, explain = sample.num_rows, sample.source, sample.layout.explain_surplus
+    start, num_tokens = sample.options.start, sample.tokens.num_tokens
     with_last = num_tokens - start
     expected = max(with_last - 1, 0)
     # Legal for a prompt alone, and for vLLM 0.21 with multi-token prediction, which pads it.
@@ -241,10 +238,10 @@ def _check_row_count(sample: SampleRows) -> None:
         if sample.tokens.token_ids is None and num_tokens > _MAX_COUNTED_TOKENS:
             raise source.error(f"MRR309: claims {num_tokens} prompt tokens without ids or routes: pass token_ids.")
         return
-    if 0 < surplus <= MAX_SURPLUS_ROWS and options.allow_surplus_rows and not layout.explain_surplus:
+    if 0 < surplus <= MAX_SURPLUS_ROWS and sample.options.allow_surplus_rows and not explain:
         return
-    if surplus > 0 and layout.explain_surplus:
-        cause = layout.explain_surplus
+    if surplus > 0 and explain:
+        cause = explain
     elif start and rows in (num_tokens - 1, num_tokens):
         cause = "The server ignored start and sent every row: decode with start=0."
     elif surplus < 0:
@@ -265,8 +262,8 @@ def _check_filler(sample: SampleRows, part: Array, filler: tuple[int, ...], firs
         if not values.size or (values == 0).all() or (values == -1).all():
             continue
         # A row that was not captured is -1 in dense layers, too.
-        mixed = sample.options.missing == "live"
-        if not mixed or not ((values == 0).all(axis=1) | (values == -1).all(axis=1)).all():
+        is_mixed = ((values == 0).all(axis=1) | (values == -1).all(axis=1)).all()
+        if not is_mixed or sample.options.missing != "live":
             row = int((values != 0).any(axis=1).argmax())
             raise sample.source.error(
                 f"MRR306: column {column} is of a dense layer by the model's config, but row {first_row + row} holds "
@@ -288,6 +285,6 @@ def find_columns(layout: RowLayout, model: ModelRoutingInfo) -> tuple[tuple[int,
 def most_ids(model: ModelRoutingInfo, tokens: SampleTokens) -> int:
     """Return the number of expert ids that a text may have for these tokens; a longer one is refused undecoded.
 
-    More than are right: the check of rows can then say what is wrong with a few too many.
+    More than are right: the check of rows can then explain a few too many.
     """
     return (tokens.num_tokens + 4096) * model.num_layers * model.topk

@@ -7,8 +7,7 @@ Every turn sends the whole conversation so far and gets routes for some of it. T
 - The last token of a turn has no route until the next turn prefills it; that real route replaces the missing one.
 - Tokens without routes in any turn stay missing: the live router decides.
 
-Token ids prove that two turns are of one conversation, so every turn needs them. Rows are copied into memory that doubles
-when full, so n turns copy O(all tokens) bytes, not O(n * all tokens).
+Token ids prove that two turns are of one conversation, so every turn needs them.
 """
 
 from __future__ import annotations
@@ -16,28 +15,23 @@ from __future__ import annotations
 from typing import Any, Unpack
 
 import torch
-from torch import Tensor
 
 from megatron_router_replay.engines.decoder import Decoder
 from megatron_router_replay.engines.model_info import ModelLike, as_model_info
 from megatron_router_replay.engines.options import DecodeOptions, SharedOptions, TokenIds
 from megatron_router_replay.engines.tokens import resolve_tokens
 from megatron_router_replay.errors import PayloadError
-from megatron_router_replay.trace import RoutingTrace
+from megatron_router_replay.trace import RoutingTrace, concat_traces
 
 
 class RoutingSegments:
     """Joins the traces of a growing sequence; `append` them in order."""
 
     def __init__(self) -> None:
-        self._first: RoutingTrace | None = None
-        self._length = 0
-        self._next_start = 0
-        # By the names that a trace gives them, on the CPU; memory for more tokens than `_length`.
-        self._rows = {"replay_mask": torch.empty(0, dtype=torch.bool)}
+        self._trace: RoutingTrace | None = None
 
     def __len__(self) -> int:
-        return self._length
+        return 0 if self._trace is None else len(self._trace)
 
     @property
     def next_start(self) -> int:
@@ -45,11 +39,13 @@ class RoutingSegments:
 
         After a turn of S tokens it is S - 1, not S: the turn's last token has no route yet.
         """
-        return self._next_start
+        if self._trace is None or bool(self._trace.replay_mask.all()):
+            return len(self)
+        return int((~self._trace.replay_mask).nonzero()[0])
 
     @property
     def num_missing(self) -> int:
-        return int((~self._rows["replay_mask"][: self._length]).sum())
+        return 0 if self._trace is None else int((~self._trace.replay_mask).sum())
 
     def append(self, trace: RoutingTrace, *, weight_version: int | None = None) -> None:
         """Add a turn.
@@ -59,95 +55,73 @@ class RoutingSegments:
             weight_version: of the weights that chose these routes, unless the trace carries it.
 
         Raises:
-            PayloadError: another model's trace, token ids that are missing or differ from those already known, only some
-                turns with a weight version, or rows that were left live by choice.
+            PayloadError: token ids that are missing or differ from those already known, only some turns with a weight
+                version.
+            TraceError: another model's trace.
         """
         if not isinstance(trace, RoutingTrace):
             raise PayloadError(
                 f"MRR101: RoutingSegments: cannot append a {type(trace).__name__}: decode the reply first."
             )
-        new = self._check(trace.to("cpu"), weight_version)
-        # From here on nothing can fail: a turn that is refused has changed nothing.
-        if self._first is None:
-            self._first = trace[:0]
-            self._rows = {name: values[:0].clone() for name, values in new.items()}
+        new, old = _with_versions(trace.to("cpu"), weight_version), self._trace
+        if old is None:
+            self._trace = new
+            return
+        _check_history(old, new)
         # A turn may be shorter than the tokens so far, when it was requested again.
-        end = max(self._length, len(trace))
-        shared = min(self._length, len(trace))
-        self._reserve(end)
+        rows = torch.arange(max(len(old), len(new)))
+        shared = min(len(old), len(new))
         # The first generation wins: of rows that both have, only those without a route so far take the new one.
-        rows = (new["replay_mask"][:shared] & ~self._rows["replay_mask"][:shared]).nonzero()[:, 0]
-        for name, values in self._rows.items():
-            values[rows] = new[name][rows]
-            values[shared : len(trace)] = new[name][shared:]
-        self._length = end
-        missing = (~self._rows["replay_mask"][self._next_start : end]).nonzero()
-        self._next_start = self._next_start + int(missing[0]) if len(missing) else end
+        from_new = rows >= len(old)
+        from_new[:shared] = new.replay_mask[:shared] & ~old.replay_mask[:shared]
+        self._trace = concat_traces([old, new]).gather_rows(rows + len(old) * from_new)
 
     def trace(self, *, sample_id: str | None = None) -> RoutingTrace:
-        """Return the joined trace, a copy, with sequence_lengths (len(self),).
+        """Return the joined trace, with sequence_lengths (len(self),).
 
-        Its weight_version, where turns have one, is that of each row's own forward, -1 on rows without a route.
+        A later `append` does not change it. Its weight_version, where turns have one, is that of each row's own forward, -1 on rows without a route.
 
         Raises:
             PayloadError: nothing was appended.
         """
-        if self._first is None:
+        if self._trace is None:
             raise PayloadError("MRR315: RoutingSegments: nothing was appended, so there is no trace.")
-        return RoutingTrace.from_checked(
-            layer_numbers=self._first.layer_numbers,
-            num_experts=self._first.num_experts,
-            sequence_lengths=(self._length,),
-            sample_ids=None if sample_id is None else (sample_id,),
-            **{name: values[: self._length].clone() for name, values in self._rows.items()},
+        return self._trace.with_samples((len(self),), None if sample_id is None else (sample_id,))
+
+
+def _with_versions(trace: RoutingTrace, weight_version: int | None) -> RoutingTrace:
+    """Return a turn without sample metadata, with the version of each row that has a route."""
+    versions = trace.weight_version
+    if trace.token_ids is None:
+        raise PayloadError(
+            "MRR315: RoutingSegments: a turn has no token ids, so nothing proves that it is of this conversation: have "
+            "the engine return ids, or decode with token_ids=."
         )
+    if versions is not None and weight_version is not None:
+        raise PayloadError("MRR313: RoutingSegments: the trace carries weight versions; do not give another.")
+    if weight_version is not None:
+        versions = torch.full((len(trace),), weight_version, dtype=torch.int32)
+    versions = None if versions is None else torch.where(trace.replay_mask, versions, -1)
+    return trace._with(weight_version=versions, sequence_lengths=None, sample_ids=None)
 
-    def _check(self, trace: RoutingTrace, weight_version: int | None) -> dict[str, Tensor]:
-        """Raise unless the trace belongs to this sequence; return its tensors, a row a token each, by their names."""
-        ids, versions = trace.token_ids, trace.weight_version
-        if ids is None:
-            raise PayloadError(
-                "MRR315: RoutingSegments: a turn has no token ids, so nothing proves that it is of this conversation: have "
-                "the engine return ids, or decode with token_ids=."
-            )
-        if versions is not None and weight_version is not None:
-            raise PayloadError("MRR313: RoutingSegments: the trace carries weight versions; do not give another.")
-        if weight_version is not None:
-            versions = torch.full((len(trace),), weight_version, dtype=torch.int32)
-        new = {"topk_indices": trace.topk_indices, "replay_mask": trace.replay_mask, "token_ids": ids}
-        new |= {} if versions is None else {"weight_version": torch.where(trace.replay_mask, versions, -1)}
-        if self._first is None:
-            return new
-        for name in ("layer_numbers", "num_experts", "topk"):
-            if getattr(trace, name) != getattr(self._first, name):
-                raise PayloadError(
-                    f"MRR107: RoutingSegments: a segment with {name}={getattr(trace, name)} after one with "
-                    f"{getattr(self._first, name)}: they are of different models."
-                )
-        if ("weight_version" in self._rows) != ("weight_version" in new):
-            raise PayloadError(
-                "MRR315: RoutingSegments: only some segments have weight versions; give all of them or none."
-            )
-        shared = min(self._length, len(trace))
-        earlier = self._rows["token_ids"][:shared]
-        if not torch.equal(earlier, ids[:shared]):
-            token = int((earlier != ids[:shared]).nonzero()[0])
-            raise PayloadError(
-                f"MRR315: RoutingSegments: token {token} is {int(ids[token])}, an earlier segment had {int(earlier[token])} "
-                "there. Was the history edited or tokenised anew between turns? Send the ids of the earlier turns, or begin "
-                "a new RoutingSegments."
-            )
-        return new
 
-    def _reserve(self, length: int) -> None:
-        """Make room for `length` tokens; doubling keeps the copies of n appends proportional to the final size."""
-        room = len(self._rows["replay_mask"])
-        if length <= room:
-            return
-        for name, values in self._rows.items():
-            grown = values.new_empty((max(length, 2 * room), *values.shape[1:]))
-            grown[: self._length] = values[: self._length]
-            self._rows[name] = grown
+def _check_history(old: RoutingTrace, new: RoutingTrace) -> None:
+    """Raise unless a turn has the tokens that are known so far, and weight versions as the turns before it."""
+    if (old.weight_version is None) != (new.weight_version is None):
+        raise PayloadError(
+            "MRR315: RoutingSegments: only some segments have weight versions; give all of them or none."
+        )
+    shared = min(len(old), len(new))
+    assert old.token_ids is not None
+    assert new.token_ids is not None
+    different = (old.token_ids[:shared] != new.token_ids[:shared]).nonzero()
+    if len(different):
+        token = int(different[0])
+        raise PayloadError(
+            f"MRR315: RoutingSegments: token {token} is {int(new.token_ids[token])}, an earlier segment had "
+            f"{int(old.token_ids[token])} there. Was the history edited or tokenised anew between turns? Send the ids of the "
+            "earlier turns, or begin a new RoutingSegments."
+        )
 
 
 def join_prefill_decode(

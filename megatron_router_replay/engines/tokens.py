@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -21,15 +22,7 @@ import numpy as np
 from megatron_router_replay.checks import as_integer, shown
 from megatron_router_replay.engines.options import DecodeOptions, WeightVersion
 from megatron_router_replay.engines.payload import Array, Source, as_token_ids
-from megatron_router_replay.engines.reply import (
-    MAX_COUNT,
-    Kind,
-    Reply,
-    StatedCount,
-    WeightSpan,
-    get_field,
-    is_count,
-)
+from megatron_router_replay.engines.reply import Kind, Reply, StatedCount
 
 _NOUNS: dict[Kind, str] = {"prompt": "prompt tokens", "output": "output tokens", "all": "tokens"}
 
@@ -55,12 +48,12 @@ def resolve_tokens(reply: Reply, options: DecodeOptions) -> SampleTokens:
     """
     prompt, output, ids = _token_ids(reply, options)
     # Ids come first: of two counts that differ, a message then calls the stated one wrong.
-    known: list[tuple[str, Kind, Any]] = [
+    sized: list[tuple[str, Kind, Any]] = [
         ("the token ids", "all", ids),
         ("the prompt's ids", "prompt", prompt),
         ("the ids of the response's output", "output", output),
     ]
-    counts = [StatedCount(name, kind, len(values)) for name, kind, values in known if values is not None]
+    counts = [StatedCount(name, kind, len(values)) for name, kind, values in sized if values is not None]
     if options.num_tokens is not None:
         counts.append(StatedCount("num_tokens", "all", options.num_tokens))
     counts += reply.counts
@@ -73,22 +66,14 @@ def resolve_tokens(reply: Reply, options: DecodeOptions) -> SampleTokens:
             "MRR309: the number of tokens of these rows is unknown: pass token_ids=... (prompt and output), or "
             "prompt_token_ids=... where the response has the output, or num_tokens=... if ids are unknown."
         )
-    num_prompt = agreed["prompt"].value if "prompt" in agreed else None
-    return SampleTokens(num_tokens=agreed["all"].value, num_prompt_tokens=num_prompt, token_ids=ids)
+    return SampleTokens(num_tokens=agreed["all"], num_prompt_tokens=agreed.get("prompt"), token_ids=ids)
 
 
 def _token_ids(reply: Reply, options: DecodeOptions) -> tuple[Array | None, Array | None, Array | None]:
     """Return the ids of prompt, output and both, each None where unknown; copies, never a buffer of the caller."""
     source = reply.source
-    given, sent, output, ids = (
-        None if value is None else as_token_ids(value, source=source)
-        for value in (
-            options.prompt_token_ids,
-            reply["prompt_token_ids"],
-            reply["output_token_ids"],
-            options.token_ids,
-        )
-    )
+    values = options.prompt_token_ids, reply["prompt_token_ids"], reply["output_token_ids"], options.token_ids
+    given, sent, output, ids = (None if each is None else as_token_ids(each, source=source) for each in values)
     if given is not None and sent is not None and not np.array_equal(given, sent):
         raise source.error(
             f"MRR309: prompt_token_ids ({len(given)}) are not the prompt of the response ({len(sent)} ids)."
@@ -110,28 +95,24 @@ def _token_ids(reply: Reply, options: DecodeOptions) -> tuple[Array | None, Arra
     return prompt, output, ids
 
 
-def _agreed(counts: list[StatedCount], source: Source) -> dict[Kind, StatedCount]:
-    """Return one count of each kind that is known or follows from the other two."""
+def _agreed(counts: Sequence[StatedCount], source: Source) -> dict[Kind, int]:
+    """Return the count of each kind that is known or follows from the other two."""
     known: dict[Kind, StatedCount] = {}
-    for count in counts:
+    # A reply that states all three may contradict itself, so the one that follows is compared as well.
+    for count in chain(counts, _following(known)):
+        if count.value < 0:
+            raise source.error(f"MRR309: {count.name} leaves {count.value} {_NOUNS[count.kind]}.")
         first = known.setdefault(count.kind, count)
         if first.value != count.value:
             raise source.error(
                 f"MRR309: {count.name}={count.value}, but {first.value} {_NOUNS[count.kind]} by {first.name}: these "
                 "are not the tokens that the engine counted. Is a chunk of the stream lost, or a BOS token?"
             )
-    # Two counts make the third: a reply that states all three may contradict itself.
-    for count in _following(known):
-        if count.value < 0:
-            raise source.error(f"MRR309: {count.name} leaves {count.value} {_NOUNS[count.kind]}.")
-        if known.setdefault(count.kind, count).value != count.value:
-            raise source.error(
-                f"MRR309: {known[count.kind].name}={known[count.kind].value}, but {count.name} make {count.value}."
-            )
-    return known
+    return {kind: count.value for kind, count in known.items()}
 
 
-def _following(known: dict[Kind, StatedCount]) -> Iterator[StatedCount]:
+def _following(known: Mapping[Kind, StatedCount]) -> Iterator[StatedCount]:
+    """Yield the count that follows from two others, once these are known."""
     prompt, output, both = known.get("prompt"), known.get("output"), known.get("all")
     if prompt is not None and output is not None:
         name = f"{prompt.name} ({prompt.value}) and {output.name} ({output.value})"
@@ -139,35 +120,6 @@ def _following(known: dict[Kind, StatedCount]) -> Iterator[StatedCount]:
     elif both is not None and (part := prompt or output) is not None:
         name = f"{part.name}={part.value} of {both.name} ({both.value})"
         yield StatedCount(name, "output" if prompt is not None else "prompt", both.value - part.value)
-
-
-def read_spans(value: Any, *, source: Source) -> tuple[WeightSpan, ...]:
-    """Return `weight_versions` of a reply: dicts or objects with version, start and end; () where there is none.
-
-    Raises:
-        PayloadError: not a list of such spans, or they do not follow one another from 0 on.
-    """
-    if value is None:
-        return ()
-    if not isinstance(value, (list, tuple)):
-        raise source.error(f"MRR313: weight_versions is {type(value).__name__}, expected a list of spans.")
-    spans: list[WeightSpan] = []
-    for item in value:
-        version, start, end = (get_field(item, name) for name in ("version", "start", "end"))
-        named = type(version) is str or (type(version) is int and abs(version) < MAX_COUNT)
-        if not (named and is_count(start) and is_count(end)):
-            raise source.error(
-                "MRR313: weight_versions has a span without version, start or end, or with others than numbers."
-            )
-        before = spans[-1].end if spans else 0
-        # Spans without gaps: a gap would leave tokens without a version, and mean that a part of the output is lost.
-        if start != before or end < start:
-            raise source.error(
-                f"MRR313: weight_versions has a span {start}..{end} after {before} tokens: spans must follow one "
-                "another. Is a part of the output lost?"
-            )
-        spans.append(WeightSpan(str(version), start, end))
-    return tuple(spans)
 
 
 def stamp_versions(reply: Reply, tokens: SampleTokens, given: WeightVersion | None) -> Array | None:
@@ -182,10 +134,9 @@ def stamp_versions(reply: Reply, tokens: SampleTokens, given: WeightVersion | No
     """
     source, spans = reply.source, reply.weight_spans
     names = list(dict.fromkeys(span.version for span in spans))
-    # A name without spans is of all tokens, if the caller maps it to a number.
-    if not names and reply.weight_name is not None:
-        names = [reply.weight_name]
     if isinstance(given, Mapping):
+        # A name without spans is of all tokens, if the caller maps it to a number.
+        names = names or [name for name in (reply.weight_name,) if name is not None]
         missing = [name for name in names if name not in given]
         if missing or not names:
             raise source.error(
@@ -193,20 +144,20 @@ def stamp_versions(reply: Reply, tokens: SampleTokens, given: WeightVersion | No
                 f"{missing or 'weights that it does not name'}."
             )
         numbers = {name: given[name] for name in names}
-    elif len(names) <= 1 and given is not None:
-        return _filled(tokens.num_tokens, given, source)
+    elif given is not None and len(names) <= 1:
+        numbers = {"": given}
     else:
-        numbers = _as_numbers(names, given, source) if spans else {}
+        numbers = _as_numbers(names, given, source)
     if not numbers:
         return None
-    num_output = spans[-1].end if spans else 0
-    if len(names) == 1 or num_output == 0:
-        return _filled(tokens.num_tokens, numbers[names[0]], source)
+    numbers = {name: _as_version(number, source) for name, number in numbers.items()}
+    if len(numbers) == 1 or not spans[-1].end:
+        return np.full(tokens.num_tokens, next(iter(numbers.values())), np.int32)
     assert tokens.num_prompt_tokens is not None, "spans state the output, and how many tokens there are is known"
-    by_output = np.concatenate([_filled(span.end - span.start, numbers[span.version], source) for span in spans])
+    by_output = np.repeat([numbers[span.version] for span in spans], [span.end - span.start for span in spans])
     # Row i sampled output token i - (P - 1); rows before and after these take the nearest version.
     sampled = np.arange(tokens.num_tokens) - (tokens.num_prompt_tokens - 1)
-    stamped: Array = by_output[np.clip(sampled, 0, num_output - 1)]
+    stamped: Array = by_output[np.clip(sampled, 0, len(by_output) - 1)].astype(np.int32)
     return stamped
 
 
@@ -225,6 +176,5 @@ def _as_numbers(names: Sequence[str], given: int | None, source: Source) -> dict
     )
 
 
-def _filled(size: int, version: int, source: Source) -> Array:
-    number = as_integer("weight_version", version, least=-(2**31), most=2**31 - 1, error=source.error)
-    return np.full(size, number, np.int32)
+def _as_version(number: int, source: Source) -> int:
+    return as_integer("weight_version", number, least=-(2**31), most=2**31 - 1, error=source.error)

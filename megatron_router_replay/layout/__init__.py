@@ -1,7 +1,7 @@
-"""Where each token's trace row goes: pure functions from tensors to tensors, without megatron.
+"""The place of each token's trace row: pure functions from tensors to tensors, without megatron.
 
 A session finds the rows of a forward by its tokens. Rows by hand, `session.microbatch(rows, model)`, have the shape of
-`input_ids` and hold the trace row of each position, -1 on padding: whatever moves `input_ids` moves them.
+`input_ids` and contain the trace row of each position, -1 on padding: whatever moves `input_ids` moves them.
 """
 
 from megatron_router_replay.layout.rows import check_tokens, number_rows

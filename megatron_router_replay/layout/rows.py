@@ -18,10 +18,10 @@ from megatron_router_replay.checks import as_integer
 from megatron_router_replay.errors import LayoutError
 
 PADDING_ROW = -1
-"""The row of a position that holds no token."""
+"""The row of a position without a token."""
 
 MOVED_APART = "tokens and rows were not moved by the same code."
-"""Why a position holds another token than its row."""
+"""The cause of a position with a different token than its row."""
 
 Side = Literal["left", "right"]
 
@@ -30,7 +30,7 @@ class Packed(NamedTuple):
     """Sequences packed into one row.
 
     Args:
-        values: [1, total, ...], each sequence behind the padding of the one before.
+        values: [1, total, ...], each sequence after the padding of the previous one.
         cu_seqlens: [num_seqs + 1] int32, the sum of the lengths before each sequence, padding not counted.
         cu_seqlens_padded: [num_seqs + 1] int32, where each sequence starts; the last entry is total.
     """
@@ -68,7 +68,7 @@ def pad_sequences(
         seq_length: s; by default the longest sequence, rounded up to `multiple`.
         side: where the padding goes.
         multiple: s is a multiple of it: tp_size under sequence parallelism, 2 * cp_size for the zigzag split, the least
-            common multiple of both and of what FP8 asks for.
+            common multiple of both and of the multiple for FP8.
 
     Returns:
         [b, s, ...] of the sequences' dtype.
@@ -134,7 +134,7 @@ def pack_sequences(
 
 
 def check_tokens(rows: Tensor, input_ids: Tensor, *, token_ids: Tensor) -> None:
-    """Raise unless each position with a row holds the token of that row.
+    """Raise unless each position with a row has the token of that row.
 
     Args:
         rows: [b, s] integer, the trace row of each position, -1 on padding.
@@ -171,17 +171,17 @@ def count_differing_tokens(
     why: str = MOVED_APART,
     wrong: Tensor | None = None,
 ) -> tuple[Tensor, Callable[[], str]]:
-    """Count the tokens that differ from what was expected; on a GPU without a wait.
+    """Count the tokens that differ from the expected ones; on a GPU without a wait.
 
     Args:
         input_ids: [b, s] integers.
         expected: [b, s] integers, the token of each position; below 0: not known.
         rows: [b, s] integers, the trace rows that these are of; None: they were queued as such.
-        why: what is wrong, for the message.
+        why: the cause, for the message.
         wrong: [b, s] bool, which positions differ, where that is more than another token.
 
     Returns:
-        The number of positions that differ, a scalar on the device; and what says where the first one does, and waits.
+        The number of positions that differ, a scalar on the device; and a function that waits, and returns the first place.
     """
     known = expected >= 0
     wrong = (expected != input_ids) & known if wrong is None else wrong

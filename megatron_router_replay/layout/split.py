@@ -77,7 +77,7 @@ def _positions(
         [starts + cp_rank * chunks, starts + (2 * cp_size - 1 - cp_rank) * chunks], dim=1
     ).flatten()
     run_lengths = chunks.repeat_interleave(2)
-    # A position is the start of its run and how far the entry stands behind the run's first entry.
+    # A position is the start of its run plus the entry's distance from the run's first entry.
     before = run_lengths.cumsum(0) - run_lengths
     return torch.arange(seq_length // cp_size) + (run_starts - before).repeat_interleave(run_lengths)
 

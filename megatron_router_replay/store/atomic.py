@@ -20,9 +20,6 @@ def replacing(path: Path) -> Iterator[Path]:
 
     A process that is killed leaves the old file or the new one, and perhaps the temporary file. A symbolic link stays: the
     file that it leads to is replaced.
-
-    Raises:
-        StoreError: `path` is a folder, a device, a pipe or a socket.
     """
     path = Path(os.path.realpath(path))
     check_regular(path)
@@ -48,11 +45,7 @@ def check_regular(path: Path) -> None:
 
 
 def as_path(value: Any) -> Path:
-    """Return a path.
-
-    Raises:
-        StoreError: `value` is none; the message has the order of arguments, which is easily swapped.
-    """
+    """Return a path; raise StoreError with the order of arguments, which is easily swapped, if `value` is none."""
     try:
         return Path(value)
     except TypeError:
@@ -64,11 +57,7 @@ def as_path(value: Any) -> Path:
 
 @contextmanager
 def naming(path: Path, verb: str) -> Iterator[None]:
-    """Raise errors of the body as a StoreError that names the file and the attempt.
-
-    Args:
-        verb: the attempt, as in "cannot save routes.safetensors".
-    """
+    """Raise errors of the body as a StoreError that names the file and the attempt, as in "cannot save x.safetensors"."""
     try:
         yield
     except (OSError, ValueError, SafetensorError, StoreError, TraceError) as error:

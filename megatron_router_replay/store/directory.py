@@ -123,16 +123,13 @@ class TraceStore:
             StoreError: there is no such step or run; several, and none is named; a file is damaged.
         """
         steps = self.steps()
-        if step is not None:
-            step = _number("step", step)
-        elif len(steps) == 1:
-            step = steps[0]
-        if step is None or step not in steps:
+        step = steps[0] if step is None and len(steps) == 1 else step
+        if step is None or (step := _number("step", step)) not in steps:
             attempt = "one step" if step is None else f"step {step}"
             raise StoreError(f"MRR505: cannot find {attempt} of {self.root}: it has steps [{listed(steps)}].")
         runs = self.runs(step)
         run = run or self.run or (runs[0] if len(runs) == 1 else None)
-        if run is None or run not in runs:
+        if run not in runs:
             attempt = "one run" if run is None else f"run {run!r}"
             raise StoreError(
                 f"MRR505: cannot find {attempt} in step {step} of {self.root}: runs [{listed(runs)}] saved it. Name one, "
@@ -141,7 +138,7 @@ class TraceStore:
         parts = []
         for rank, path in sorted((rank, path) for name, rank, path in self._files(step) if name == run):
             with naming(path, "read"):
-                header = Reader.open(path).header
+                header = Reader(path).header
             tokens, layers = header.num_tokens, header.layer_numbers
             parts.append(StoredPart(step=step, run=run, rank=rank, path=path, num_tokens=tokens, layer_numbers=layers))
         return parts

@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +64,14 @@ def save_trace(trace: RoutingTrace, path: str | os.PathLike[str]) -> Path:
         trace.check_unchanged()
         header = TraceHeader.of(trace)
         tensors = {name: getattr(trace, name).cpu().contiguous() for name in ("topk_indices", *header.per_token)}
-        metadata = encode_metadata(header, tensors)
+        checksums = {"header": _header_checksum(header)} | {name: _checksum(each) for name, each in tensors.items()}
+        text = json.dumps({"version": VERSION, "header": header.to_json(), "checksums": checksums}, sort_keys=True)
+        if len(json.dumps(text)) > _MAX_METADATA_BYTES:
+            raise StoreError(
+                f"MRR506: the names of samples take more than {_MAX_METADATA_BYTES:,} bytes: save fewer samples."
+            )
         with replacing(path) as temporary:
-            save_file(tensors, temporary, metadata=metadata)
+            save_file(tensors, temporary, metadata={FORMAT: text})
     return path
 
 
@@ -91,48 +95,46 @@ def load_trace(
     """
     path = as_path(path)
     with naming(path, "load"):
-        trace = Reader.open(path).load(layer_numbers=layer_numbers, rows=rows)
-    return trace.to(device)
+        return Reader(path).load(layer_numbers=layer_numbers, rows=rows).to(device)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Reader:
-    """A trace file whose header was checked. Each tensor is checked once, before a slice of it is returned first.
+    """A trace file with a checked header. Each tensor is checked once, before a slice of it is returned first.
 
-    Args:
-        path: of the file.
+    Attributes:
         header: sizes and samples of the trace.
-        metadata: of the file, as text.
-        checksums: of each tensor.
+
+    Raises:
+        StoreError: no trace file, one of another version, or an altered header.
+        OSError, SafetensorError: no such file, or no safetensors file.
     """
 
-    path: Path
-    header: TraceHeader
-    metadata: str
-    checksums: Mapping[str, str]
-    _checked: set[str] = field(default_factory=set)
-
-    @classmethod
-    def open(cls, path: Path) -> Reader:
-        """Read and check the header of a file.
-
-        Raises:
-            StoreError: no trace file, or an altered header.
-            OSError, SafetensorError: no such file, or no safetensors file.
-        """
+    def __init__(self, path: Path) -> None:
         check_regular(path)
+        self._path, self._checked = path, set[str]()
         with safe_open(path, "pt") as file:
-            metadata = (file.metadata() or {}).get(FORMAT)
-        if metadata is None:
+            self._metadata = (file.metadata() or {}).get(FORMAT)
+        if self._metadata is None:
             raise StoreError(f"MRR502: it is a safetensors file without the metadata {FORMAT!r}: it is no trace file.")
-        header, checksums = decode_metadata(metadata)
-        return cls(path=path, header=header, metadata=metadata, checksums=checksums)
+        try:
+            values = json.loads(self._metadata)
+            if values["version"] != VERSION:
+                raise StoreError(
+                    f"MRR502: it has version {shown(values['version'])}; this package reads version {VERSION}."
+                )
+            self.header, self._checksums = TraceHeader.from_json(values["header"]), dict(values["checksums"])
+            names = {*self.header.empty(0)}
+            is_intact = self._checksums["header"] == _header_checksum(self.header) and names <= {*self._checksums}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StoreError("MRR503: its header cannot be read: the file was altered.") from error
+        if not is_intact:
+            raise StoreError("MRR503: the checksum of its header is wrong: the file was altered.")
 
     def load(self, *, layer_numbers: Sequence[int] | None = None, rows: slice | None = None) -> RoutingTrace:
         """Return the trace, or a slice of it, in memory of its own; see `load_trace`.
 
         Raises:
-            StoreError: a checksum is wrong; there are no such layers or rows; the file was replaced since `open`.
+            StoreError: a checksum is wrong; there are no such layers or rows; the file was replaced since it was opened.
             SafetensorError: the file is truncated.
         """
         header = self.header
@@ -141,8 +143,8 @@ class Reader:
         if layer_numbers is not None:
             numbers = header.select_layers(sorted(set(layer_numbers))).layer_numbers
         columns = as_slice([header.layer_numbers.index(number) for number in numbers])
-        with safe_open(self.path, "pt") as file:
-            if (file.metadata() or {}).get(FORMAT) != self.metadata:
+        with safe_open(self._path, "pt") as file:
+            if (file.metadata() or {}).get(FORMAT) != self._metadata:
                 raise StoreError("MRR503: it was replaced by another file while it was read.")
             values = {name: self._read(file, name, place) for name in header.per_token}
             values["topk_indices"] = self._read(file, "topk_indices", place, columns)
@@ -155,58 +157,20 @@ class Reader:
         )
 
     def _read(self, file: Any, name: str, rows: slice, columns: slice | list[int] | None = None) -> Tensor:
-        """Return a copy of some rows and columns of a tensor, whose checksum is right."""
+        """Return a copy of some rows and columns of a tensor, after its checksum was compared."""
         tensor, like = file.get_slice(name)[:], self.header.empty(0)[name]  # a view of the file, which is not read yet
         if tensor.dtype != like.dtype or tensor.shape != (self.header.num_tokens, *like.shape[1:]):
             raise StoreError(f"MRR503: {name} is {list(tensor.shape)} {tensor.dtype}: its header was altered.")
         part = tensor[rows] if columns is None else tensor[rows][:, columns]
         copy = torch.empty(part.shape, dtype=part.dtype)
-        if name in self._checked:
-            return copy.copy_(part)
-        is_whole = part.shape == tensor.shape
-        if checksum(tensor, copy if is_whole else None) != self.checksums[name]:
+        is_copied = name not in self._checked and part.shape == tensor.shape
+        if name not in self._checked and _checksum(tensor, copy if is_copied else None) != self._checksums[name]:
             raise StoreError(f"MRR503: the checksum of {name} is wrong: the file was altered.")
         self._checked.add(name)
-        return copy if is_whole else copy.copy_(part)
+        return copy if is_copied else copy.copy_(part)
 
 
-def encode_metadata(header: TraceHeader, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the metadata of a trace file.
-
-    Raises:
-        StoreError: it is longer than safetensors reads again.
-    """
-    checksums = {"header": _header_checksum(header)} | {name: checksum(tensor) for name, tensor in tensors.items()}
-    text = json.dumps({"version": VERSION, "header": header.to_json(), "checksums": checksums}, sort_keys=True)
-    if len(json.dumps(text)) > _MAX_METADATA_BYTES:
-        raise StoreError(
-            f"MRR506: the names of samples take more than {_MAX_METADATA_BYTES:,} bytes: save fewer samples."
-        )
-    return {FORMAT: text}
-
-
-def decode_metadata(text: str) -> tuple[TraceHeader, dict[str, str]]:
-    """Return the header of a trace file, checked, and the checksums of its tensors.
-
-    Raises:
-        StoreError: it is of another version, or was altered.
-    """
-    try:
-        values = json.loads(text)
-        if values["version"] != VERSION:
-            raise StoreError(
-                f"MRR502: it has version {shown(values['version'])}; this package reads version {VERSION}."
-            )
-        header, checksums = TraceHeader.from_json(values["header"]), dict(values["checksums"])
-        is_intact = checksums["header"] == _header_checksum(header) and {*header.empty(0)} <= {*checksums}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StoreError("MRR503: its header cannot be read: the file was altered.") from error
-    if not is_intact:
-        raise StoreError("MRR503: the checksum of its header is wrong: the file was altered.")
-    return header, checksums
-
-
-def checksum(tensor: Tensor, copy: Tensor | None = None) -> str:
+def _checksum(tensor: Tensor, copy: Tensor | None = None) -> str:
     """Return the checksum of a tensor's bytes.
 
     Args:

@@ -1,4 +1,4 @@
-"""What kind of trace this is: its fields, their checks, the bytes of a row, and the JSON of both.
+"""The kind of a trace: its fields, their checks, the bytes of a row, and the JSON of both.
 
 A `TraceFormat` is what all traces of a run have in common. A `TraceHeader` adds the sizes of one trace; with it, memory for
 the trace can be laid out before a byte of it has come. Files and transports carry one or the other.
@@ -22,12 +22,12 @@ from megatron_router_replay.trace.values import as_layer_numbers, as_sample_ids,
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceFormat:
-    """What a row of a trace holds; together with the number of layers it fixes the bytes of a row.
+    """The contents of a row of a trace; with the number of layers they fix the bytes of a row.
 
     Args:
         layer_numbers: Megatron's global layer_number (from 1) of each layer, strictly increasing.
         topk, num_experts: experts chosen by a route, and experts in each layer.
-        has_token_ids, has_weight_version: whether each row also holds these.
+        has_token_ids, has_weight_version: whether each row also has these.
 
     Raises:
         TraceError: a value is of another type or out of range.
@@ -57,7 +57,7 @@ class TraceFormat:
 
     @property
     def format(self) -> TraceFormat:
-        """What a row holds, without the sizes of one trace."""
+        """The contents of a row, without the sizes of a trace."""
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(TraceFormat)}
         return TraceFormat(**values)
 
@@ -71,13 +71,13 @@ class TraceFormat:
 
     @property
     def per_token(self) -> dict[str, torch.dtype]:
-        """The tensors that hold one value a row whatever its layers, with their dtypes, in the order of files."""
+        """The tensors with a single value a row, with their dtypes, in the order of files."""
         values = {"replay_mask": torch.bool}
         values |= {"token_ids": torch.int32} if self.has_token_ids else {}
         return values | ({"weight_version": torch.int32} if self.has_weight_version else {})
 
     def row_bytes(self, num_layers: int | None = None) -> int:
-        """Return the bytes of one row: layers * topk ids of 1 or 2 bytes, a mask byte, 4 for each optional value.
+        """Return the bytes of a row: layers * topk ids of 1 or 2 bytes, a mask byte, 4 for each optional value.
 
         Args:
             num_layers: of a part of the layers; default: all.
@@ -124,7 +124,7 @@ class TraceFormat:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceHeader(TraceFormat):
-    """Everything about a trace but its tensors, whose names, dtypes and shapes follow from it.
+    """A trace without its tensors; their names, dtypes and shapes follow from it.
 
     Args:
         num_tokens: rows of the trace.

@@ -1,4 +1,4 @@
-"""Expert ids: the compact dtype that holds them, filler for rows without a route, the one check that they can be routes."""
+"""Expert ids: their compact dtype, filler for rows without a route, the one check that they can be routes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch import Tensor
 from megatron_router_replay.errors import TraceError, listed
 
 MAX_EXPERTS = 32768
-"""What int16 holds."""
+"""The largest number of ids in int16."""
 
 _CHECK_BYTES = 2 << 20
-"""What one step of a check reads, in bytes, whatever the size of the trace: it fits into a processor's cache."""
+"""Bytes that a step of a check reads, whatever the size of the trace: they fit into a processor's cache."""
 
 _WORDS = {2: np.uint16, 4: np.uint32, 8: np.uint64}
-"""The unsigned word of `topk` bytes: it holds the answers of all columns of one route."""
+"""The unsigned word of `topk` bytes, one for each column of a route."""
 
 
 def index_dtype(num_experts: int) -> torch.dtype:
-    """Return the smallest dtype that holds every expert id: uint8 up to 256 experts, else int16.
+    """Return the smallest dtype of every expert id: uint8 up to 256 experts, else int16.
 
     Raises:
         TraceError: num_experts is below 1 or above 32768.
@@ -51,11 +51,11 @@ def spread_experts(start: int, num_rows: int, *, topk: int, num_experts: int) ->
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class InvalidRoutes:
-    """Routes that no router can have chosen, and where they stand.
+    """Routes that no router can have chosen, and their places.
 
     Args:
         cause: "outside" (an id is no expert's) or "repeated" (a route names an expert twice).
-        rows: [rows, layers, topk], what was looked at.
+        rows: [rows, layers, topk], the checked rows.
         invalid: [rows, layers] bool, True: this route is at fault. At least one is.
         num_experts: experts in each layer.
     """
@@ -66,7 +66,7 @@ class InvalidRoutes:
     num_experts: int
 
     def describe(self, layer_numbers: Sequence[int], *, first_row: int = 0) -> str:
-        """Return what is wrong and where: the first row and layer, its ids, how many such routes there are.
+        """Return the fault and its place: the first row and layer, its ids, the number of such routes.
 
         Args:
             layer_numbers: of each entry of axis 1.
@@ -99,7 +99,7 @@ def find_invalid_routes(rows: npt.NDArray[Any], *, num_experts: int) -> InvalidR
     outside = find_outside(rows, num_experts=num_experts)
     if outside is not None or not rows.size:
         return outside
-    # Every id is an expert's, so the narrow dtype holds it; comparing fewer bytes is faster.
+    # Every id is an expert's, so the narrow dtype is wide enough; comparing fewer bytes is faster.
     narrow = rows.astype(np.uint8 if num_experts <= 256 else np.int16, copy=False)
     if has_repeats(narrow):
         return InvalidRoutes(cause="repeated", rows=rows, invalid=repeated_routes(narrow), num_experts=num_experts)
@@ -115,8 +115,8 @@ def repeated_routes(rows: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
 def has_repeats(rows: npt.NDArray[Any]) -> bool:
     """Return whether a route of rows [rows, layers, topk] names an expert twice; meant for blocks that fit the cache.
 
-    For topk 2, 4 and 8 every id is compared with the one `step` behind it, across the ends of routes too, so that
-    nothing has to be moved; one word holds a route's answers, and those across its end are left out once for all routes.
+    For topk 2, 4 and 8 every id is compared with the id `step` places later, across the ends of routes too, so that
+    nothing has to be moved; a word has a route's answers, and those across its end are left out once for all routes.
     For others the columns become contiguous planes. Both are many times faster than sorting short rows, or than the
     same in torch, which copies such short rows slowly.
     """
@@ -129,14 +129,14 @@ def has_repeats(rows: npt.NDArray[Any]) -> bool:
     for step in range(1, topk):
         np.equal(flat[step:], flat[:-step], out=same[:-step])
         answers = np.bitwise_or.reduce(same.view(_WORDS[topk]))
-        # Bytes beyond the first topk - step compare a route with the one behind it.
+        # Bytes beyond the first topk - step compare a route with the next one.
         if any(answers.tobytes()[: topk - step]):
             return True
     return False
 
 
 def _blocks(shape: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]:
-    """Yield the first row of each block of [rows, layers, topk] and the one behind its last."""
+    """Yield the first row of each block of [rows, layers, topk] and the row after its last."""
     step = max(1, _CHECK_BYTES // max(1, shape[1] * shape[2] * itemsize))
     for start in range(0, shape[0], step):
         yield start, min(start + step, shape[0])

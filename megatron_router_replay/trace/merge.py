@@ -1,8 +1,8 @@
 """Parts that ranks recorded under any parallel layout -> one trace of all layers and rows.
 
-Rows are global names of tokens, so a part says by itself what it covers: the rows of its replay_mask, in its layers.
-Pipeline stages bring other layers, data-, context- and sequence-parallel ranks other rows; whatever two ranks both saw
-is compared.
+Rows are global names of tokens, so the rows of a part's replay_mask, in its layers, are the ones that it covers.
+Pipeline stages bring other layers, data-, context- and sequence-parallel ranks other rows; a row that two ranks saw is
+compared.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from megatron_router_replay.trace.routing_trace import RoutingTrace, check_trace
 from megatron_router_replay.trace.runs import as_slice
 
 _BLOCK_BYTES = 16 << 20
-"""Temporary memory of one step of a merge is a few times this, in bytes."""
+"""Temporary memory of a step of a merge is a few times this, in bytes."""
 
 UNKNOWN = -1
-"""token_ids and weight_version of a row that no part knows."""
+"""token_ids and weight_version of a row where no part has one."""
 
 
 def merge_traces(
     parts: Sequence[RoutingTrace], *, allow_gaps: bool = False, names: Sequence[str] | None = None
 ) -> RoutingTrace:
-    """Join the parts that ranks recorded of one batch: all layers, all rows.
+    """Join the parts that ranks recorded of a batch: all layers, all rows.
 
     `concat_traces` joins different samples.
 
-    A row without a route is left to the live router only if a part knows that it is there: by its token id, or because it
+    A row without a route is left to the live router only if a part has it: by its token id, or because it
     is the last of a sample, which an engine never routes. Otherwise the part that has its route is missing.
 
     Args:
         parts: rows 0..N_i-1 of the same batch, replay_mask False where a part saw no route; each has some of the layers.
             A part with fewer rows than another saw nothing of the last ones.
-        allow_gaps: a row that was recorded in only some layers, or that no part knows, gets no route instead of
+        allow_gaps: a row that was recorded in only some layers, or that no part has, gets no route instead of
             raising.
         names: names of the parts in messages. Default: "part 0", "part 1", ...
 
     Returns:
         [max N_i, all layers, topk] on the first part's device. token_ids and weight_version are compared wherever a
-        part knows them (-1 is unknown); sequence_lengths and sample_ids are those of the longest parts.
+        part has them (-1 is unknown); sequence_lengths and sample_ids are those of the longest parts.
 
     Raises:
         TraceError: no parts; parts of different models; two parts recorded different experts, different tokens or
@@ -86,7 +86,7 @@ def merge_traces(
 
 
 def _check_same_model(parts: Sequence[RoutingTrace], names: Sequence[str]) -> RoutingTrace:
-    """Return the first part with layers; one without (a stage of dense layers) says nothing of experts."""
+    """Return the first part with layers; a part without layers (a stage of dense layers) has no expert count."""
     check_traces(parts, "merge")
     with_layers = [i for i, part in enumerate(parts) if part.num_layers] or [0]
     first = parts[with_layers[0]]
@@ -101,7 +101,7 @@ def _check_same_model(parts: Sequence[RoutingTrace], names: Sequence[str]) -> Ro
 
 
 def _known_rows(parts: Sequence[RoutingTrace], num_tokens: int) -> Tensor:
-    """Return [num_tokens] bool, True: a part knows of this row, whether it has a route for it or not."""
+    """Return [num_tokens] bool, True: a part has this row, with a route or without."""
     known = torch.zeros(num_tokens, dtype=torch.bool, device=parts[0].device)
     for part in parts:
         if part.token_ids is not None:
@@ -116,7 +116,7 @@ def _known_rows(parts: Sequence[RoutingTrace], num_tokens: int) -> Tensor:
 def _merge_rows(
     parts: Sequence[RoutingTrace], names: Sequence[str], layer_numbers: tuple[int, ...], start: int, merged: Tensor
 ) -> Tensor:
-    """Write the parts' rows from `start` on to `merged` [rows, layers, topk]; return what was seen, [rows, layers]."""
+    """Write the parts' rows from `start` on to `merged` [rows, layers, topk]; return the seen routes, [rows, layers]."""
     seen = torch.zeros(merged.shape[:2], dtype=torch.bool, device=merged.device)
     for i, part in enumerate(parts):
         rows = slice(start, min(start + len(merged), part.num_tokens))

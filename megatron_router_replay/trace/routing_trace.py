@@ -45,13 +45,13 @@ class RoutingTrace:
         layer_numbers: Megatron's global layer_number (from 1) of each entry of axis 1, strictly increasing.
         num_experts: experts in each layer, shared experts not counted.
         replay_mask: [num_tokens] bool, True: this row has a route, False: the live router decides. Default: all True
-            except rows of -1. Rows without a route hold `topk` distinct ids, spread over all experts.
+            except rows of -1. Rows without a route have `topk` distinct ids, spread over all experts.
         token_ids: [num_tokens] any integer dtype, stored as int32; proves that routes and tokens still match.
         sequence_lengths: tokens of each sample, in order; their sum is num_tokens.
         sample_ids: a name for each sample; needs `sequence_lengths`.
         weight_version: [num_tokens] or one int: version of the weights that chose the routes, stored as int32.
 
-    Two traces are equal if all their values are, wherever their tensors are; what stands in rows without a route does not
+    Two traces are equal if all their values are, wherever their tensors are; the ids of rows without a route do not
     count. So a trace has no hash: it is no key of a dictionary.
 
     Raises:
@@ -62,7 +62,7 @@ class RoutingTrace:
     topk_indices: Tensor
     layer_numbers: tuple[int, ...]
     num_experts: int
-    replay_mask: Tensor = None  # type: ignore[assignment]  # None on the way in, a tensor ever after
+    replay_mask: Tensor = None  # type: ignore[assignment]  # None on the way in, later a tensor
     token_ids: Tensor | None = None
     sequence_lengths: tuple[int, ...] | None = None
     sample_ids: tuple[str, ...] | None = None
@@ -71,7 +71,7 @@ class RoutingTrace:
     _versions: tuple[int, ...] = field(init=False, default=())
     _derived: dict[Any, Any] = field(init=False, default_factory=dict)
 
-    if TYPE_CHECKING:  # what goes in is wider than what is stored
+    if TYPE_CHECKING:  # wider types go in than are stored
 
         def __init__(
             self,
@@ -135,12 +135,12 @@ class RoutingTrace:
 
         Args:
             tokens: [T] ids of each sample, prompt and response.
-            routes: [T or T - 1, layers, topk] of each sample, any integer dtype that holds num_experts - 1. A row of -1 in
+            routes: [T or T - 1, layers, topk] of each sample, any integer dtype up to num_experts - 1. A row of -1 in
                 every layer has no route: the live router decides it.
             num_experts: experts in each layer, shared experts not counted.
             layer_numbers: Megatron's number (from 1) of each MoE layer, as `mcore.layer_numbers_of(model)` or
                 `ModelRoutingInfo.moe_layer_numbers` has them. Routes have one entry for each, or one for every decoder
-                layer, of which the others are dropped.
+                layer; entries of dense layers are dropped.
             replay_mask: [T] bool of each sample, False: no route.
             weight_version: one integer, or for each sample one or [T].
             last_token: "unrouted": the last token of a sample was never run by the engine, so a T-th row is no route.
@@ -148,7 +148,7 @@ class RoutingTrace:
             sample_ids: a name for each sample.
 
         Raises:
-            TraceError: a sample has fewer rows, ids that no router can choose, or a dtype that cannot hold them; names it.
+            TraceError: a sample has fewer rows, ids that no router can choose, or a dtype that is too narrow; names it.
         """
         values = join_samples(
             tokens,
@@ -197,7 +197,7 @@ class RoutingTrace:
         return _from_values, ({name: getattr(self, name) for name in _FIELDS},)
 
     def check_unchanged(self) -> None:
-        """Raise if a tensor of the trace was changed in place since it was made. Nobody has checked what it holds now.
+        """Raise if a tensor of the trace was changed in place since it was made.
 
         Sessions and everything that makes a trace of this one call it; it costs microseconds. It does not see what numpy, or
         a collective of torch.distributed, writes into the same memory.
@@ -209,8 +209,8 @@ class RoutingTrace:
         if versions != self._versions:
             changed = [name for (name, _), a, b in zip(self._tensors(), versions, self._versions) if a != b]
             raise TraceError(
-                f"MRR110: {', '.join(changed)} of the trace was changed in place after it was checked: what it holds "
-                "now may be no routes at all. Make a new RoutingTrace of the changed values."
+                f"MRR110: {', '.join(changed)} of the trace was changed in place after it was checked: its values "
+                "may be no routes at all. Make a new RoutingTrace of the changed values."
             )
 
     def _count_changes(self) -> tuple[int, ...]:
@@ -281,7 +281,7 @@ class RoutingTrace:
     __hash__ = None  # type: ignore[assignment]  # its tensors are compared by value, and have no hash that fits
 
     def layer(self, layer_number: int) -> Tensor:
-        """Return the routes of one layer, [num_tokens, topk], a view."""
+        """Return the routes of a layer, [num_tokens, topk], a view."""
         return self.topk_indices[:, self._layer_index(layer_number)]
 
     def select_layers(self, layer_numbers: Sequence[int]) -> RoutingTrace:
@@ -295,8 +295,7 @@ class RoutingTrace:
         return self._with(topk_indices=self.topk_indices[:, indices], layer_numbers=numbers)
 
     def renumber(self, layer_numbers: Mapping[int, int]) -> RoutingTrace:
-        """Return the trace with different layer numbers. A model whose routers are numbered otherwise than the engine's
-        needs it.
+        """Return the trace with different layer numbers.
 
         A hybrid model in which only layers 2, 4, 6 have routers, served as a model of layers 1, 2, 3, takes
         `trace.renumber({1: 2, 2: 4, 3: 6})`.
@@ -318,7 +317,7 @@ class RoutingTrace:
             raise TraceError(
                 f"MRR104: cannot renumber layers [{listed(self.layer_numbers)}] to {new}: two layers would share a number."
             )
-        # Layers stand in the order of their numbers, whatever the mapping does to that.
+        # Layers are sorted by their numbers, whatever the mapping does to that.
         order = sorted(range(len(new)), key=new.__getitem__)
         numbers = as_layer_numbers([new[i] for i in order])
         return self._with(topk_indices=self.topk_indices[:, as_slice(order)], layer_numbers=numbers)
@@ -476,7 +475,7 @@ def concat_traces(traces: Sequence[RoutingTrace]) -> RoutingTrace:
                     f"MRR107: cannot concatenate trace {i} with {name}={getattr(trace, name)} "
                     f"behind trace 0 with {name}={getattr(first, name)}: they are of different models."
                 )
-    # A trace without rows has as many token ids as it has rows, whether it says so or not.
+    # A trace without rows has as many token ids as it has rows: none.
     have_rows = [trace.num_tokens > 0 for trace in traces]
     values = {
         "topk_indices": [trace.topk_indices for trace in traces],

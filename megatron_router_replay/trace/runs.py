@@ -17,7 +17,7 @@ def neighbour_runs(numbers: npt.ArrayLike) -> Runs:
 
     Args:
         numbers: [m] integers in any order, for example rows, token positions or layer indices. Consecutive numbers make
-            one run as long as they also stand one behind the other; [3, 4, 4, 5] are two runs.
+            one run as long as they also follow one another; [3, 4, 4, 5] are two runs.
 
     Returns:
         [n, 3] int64, one row (position, start, length) a run: numbers[position : position + length] are

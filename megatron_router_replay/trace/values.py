@@ -1,4 +1,4 @@
-"""What a caller gives a trace or a file's header says -> what a trace stores: checked, and copies of tensors."""
+"""The values of a caller or of a file's header -> the values that a trace stores: checked, and copies of tensors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def as_mask(name: str, value: Any, num_tokens: int) -> Tensor:
 
 
 def as_replay_mask(value: Any, indices: Tensor) -> Tensor:
-    """Return [num_tokens] bool, False where the caller says so or a row is -1 in every layer; or raise TraceError."""
+    """Return [num_tokens] bool, False where `value` is, or a row is -1 in every layer; or raise TraceError."""
     num_tokens = indices.shape[0]
     missing = torch.zeros(num_tokens, dtype=torch.bool, device=indices.device)
     if indices.dtype is not torch.uint8 and indices[:1].numel():  # of no layers, all() would be -1
@@ -128,7 +128,7 @@ def _as_integers(name: str, values: Any) -> tuple[int, ...]:
 
 
 def _as_tuple(name: str, values: Any) -> tuple[Any, ...]:
-    # A text is a list of its letters, and a mapping one of its keys; nobody means them.
+    # A text is a list of its letters, and a mapping one of its keys: both are mistakes.
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
         raise TraceError(f"MRR101: {name}={shown(values)} must be a list.")
     return tuple(values)

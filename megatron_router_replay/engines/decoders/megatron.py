@@ -27,7 +27,6 @@ from megatron_router_replay.engines.decoder import Decoder
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.engines.options import DecodeOptions
 from megatron_router_replay.engines.payload import INTEGERS, Source, as_array
-from megatron_router_replay.engines.reader import ReplyReader
 from megatron_router_replay.engines.reply import Reply
 from megatron_router_replay.engines.rows import RowLayout
 from megatron_router_replay.engines.tokens import SampleTokens
@@ -65,16 +64,13 @@ def _rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: 
 
 megatron = Decoder(
     title="Megatron",
-    reader=ReplyReader(
-        engine="Megatron",
-        fields={
-            "routed_experts": ("routing_indices", "moe_topk_indices"),
-            "prompt_token_ids": ("prompt_token_ids", "prompt_tokens"),
-            "output_token_ids": ("generation_token_ids", "generated_tokens"),
-        },
-        counts={"prompt_length": "prompt"},
-        unwrap=_unwrapped,
-    ),
+    fields={
+        "routed_experts": ("routing_indices", "moe_topk_indices"),
+        "prompt_token_ids": ("prompt_token_ids", "prompt_tokens"),
+        "output_token_ids": ("generation_token_ids", "generated_tokens"),
+    },
+    counts={"prompt_length": "prompt"},
+    unwrap=_unwrapped,
     rows=_rows,
     start="Set moe_enable_routing_replay=True in the engine's config; prompt_moe_topk_indices alone has no routes of the "
     "generation.",

@@ -29,7 +29,7 @@ from megatron_router_replay.engines.decoder import Decoder
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.engines.options import DecodeOptions
 from megatron_router_replay.engines.payload import as_array, decode_base64, parse_int32, read_start
-from megatron_router_replay.engines.reader import FIELDS, ReplyReader
+from megatron_router_replay.engines.reader import FIELDS
 from megatron_router_replay.engines.reply import Reply
 from megatron_router_replay.engines.rows import MAX_SURPLUS_ROWS, RowLayout, most_ids
 from megatron_router_replay.engines.tokens import SampleTokens
@@ -78,8 +78,8 @@ def _with_stub(reply: Reply, model: ModelRoutingInfo) -> Reply:
     return replace(reply, counts=tuple(counts))
 
 
-READER = ReplyReader(
-    engine="SGLang",
+sglang = Decoder(
+    title="SGLang",
     fields=FIELDS
     | {
         "prompt_token_ids": ("prompt_token_ids", "input_ids"),
@@ -92,10 +92,8 @@ READER = ReplyReader(
     counts={"prompt_tokens": "prompt", "completion_tokens": "output"},
     stream="counted",
     keep_all="Use /generate, or send return_meta_info=true to the chat endpoint, which brings routes with each choice.",
+    rows=_rows,
+    corrected=_with_stub,
+    start="Start the server with --enable-return-routed-experts and send return_routed_experts=true with each request.",
 )
-"""The table of SGLang's fields."""
-
-START = "Start the server with --enable-return-routed-experts and send return_routed_experts=true with each request."
-
-sglang = Decoder(title="SGLang", reader=READER, rows=_rows, corrected=_with_stub, start=START)
 """SGLang; see the module."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_router_replay.engines.decoder import Decoder
-from megatron_router_replay.engines.decoders.sglang import READER, START, raw_rows
+from megatron_router_replay.engines.decoders.sglang import raw_rows, sglang
 
-sglang_jax = Decoder(title="sglang-jax", reader=replace(READER, engine="sglang-jax"), rows=raw_rows, start=START)
+# Its endpoints count every token, so nothing is corrected.
+sglang_jax = replace(sglang, title="sglang-jax", rows=raw_rows, corrected=lambda reply, model: reply)
 """sglang-jax; see the module."""

@@ -37,7 +37,7 @@ from megatron_router_replay.engines.payload import (
     parse_npy,
     parse_tensor,
 )
-from megatron_router_replay.engines.reader import FIELDS, ReplyReader
+from megatron_router_replay.engines.reader import FIELDS
 from megatron_router_replay.engines.reply import Reply
 from megatron_router_replay.engines.rows import RowLayout, most_ids
 from megatron_router_replay.engines.tokens import SampleTokens
@@ -97,17 +97,14 @@ def _read(value: Any, source: Source, model: ModelRoutingInfo, tokens: SampleTok
 
 vllm = Decoder(
     title="vLLM",
-    reader=ReplyReader(
-        engine="vLLM",
-        fields=FIELDS
-        | {
-            "prompt_routed_experts": ("prompt_routed_experts",),
-            "prompt_token_ids": ("prompt_token_ids", "prompt_ids"),
-            "output_token_ids": ("token_ids", "completion_ids"),
-        },
-        shared=("prompt_routed_experts",),
-        stream="new",
-    ),
+    fields=FIELDS
+    | {
+        "prompt_routed_experts": ("prompt_routed_experts",),
+        "prompt_token_ids": ("prompt_token_ids", "prompt_ids"),
+        "output_token_ids": ("token_ids", "completion_ids"),
+    },
+    shared=("prompt_routed_experts",),
+    stream="new",
     rows=_rows,
     start="Start vLLM with --enable-return-routed-experts; completions and chat streams never carry it (use stream=False or "
     "/inference/v1/generate).",

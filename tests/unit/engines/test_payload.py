@@ -54,42 +54,42 @@ def npy_of(dtype, shape, data=b"", *, order=b"False", pad=0):
 
 
 BIG_ENDIAN = np.arange(12, dtype=">i2").reshape(2, 3, 2)
+DENSE_ZERO = np.array([[[0, 0], [3, 1]], [[0, 0], [2, 0]]], np.uint8)
 TWELVE = [[[256, 770, 1284], [1798, 2312, 2826]]]  # the bytes 0, 1, ... 11 as <i2
 
 
 @pytest.mark.parametrize(
     ("raw", "expected"),
     [
-        (base64.b64decode(npy_base64(np.asfortranarray(BIG_ENDIAN))), BIG_ENDIAN),
-        (
-            base64.b64decode(npy_base64(np.array([[[0, 0], [3, 1]], [[0, 0], [2, 0]]], np.uint8))),
-            [[[0, 0], [3, 1]], [[0, 0], [2, 0]]],
-        ),
+        *((base64.b64decode(npy_base64(array)), array) for array in (np.asfortranarray(BIG_ENDIAN), DENSE_ZERO)),
         (npy_of(b"<i2", b"(1, 2, 3)", bytes(range(12))), TWELVE),
         (npy_of(b"|u1", b"(0, 2, 3)"), np.zeros((0, 2, 3))),
-        (npy_of(b"|u1", b"(1, 1, 1)", b"\7", pad=1023), [[[7]]]),
-        (npy_of(b"|u1", b"(1, 1, 1)", b"\7", pad=1024), [[[7]]]),
-        (npy_of(b"|u1", b"(1, 1, 1)", b"\7", pad=1025), "header"),
+        *((npy_of(b"|u1", b"(1, 1, 1)", b"\7", pad=pad), [[[7]]]) for pad in (1023, 1024)),
         *((npy_of(b"<i2", b"(1, 2, 3)", bytes(n)), f"12 bytes, {n} follow") for n in (0, 11, 13, 24)),
-        (npy_of(b"<i2", b"(1, 2, 3)", bytes(12))[:40], "header"),
-        (npy_of(b"<i2", b"(1, 2, 3)")[:8], "header"),
-        (npy_of(b"<i2", b"(1, 2, 3)")[:9], "header"),
-        (b"", "magic"),
-        (b"\x93NUMPY\x02\x00\x76\x00", "magic"),
-        (npy_file(b"{'a'}\n"), "header"),
-        (npy_of(b"|O", b"(1, 1, 1)", bytes(8)), "header"),
-        (npy_of(b"|u1", b"(-1, -1, 1)", b"\7"), "header"),
-        (npy_of(b"|u1", b"(True, 1, 1)", b"\7"), "header"),
-        (npy_of(b"|u1", b"(" * 900 + b")" * 900), "header"),
-        (npy_of(b"|u1", b"(1, 1, 1) + exit()"), "header"),
-        (npy_of(b"<f4", b"(1, 1, 1)", bytes(4)), "header"),
-        (npy_of(b"<i4", b"(1, 1)", bytes(4)), "header"),
         (npy_of(b"<i4", b"(9, 9, 9)"), r"promises \[9, 9, 9\] int32 = 2916 bytes, 0 follow"),
-        (npy_of(b"<i4", b"(0, 9, 999999999999)"), "impossible"),
-        (npy_file(b" " * 65535), "header"),
+        (npy_of(b"<i4", b"(0, 9, 999999999999)"), "promises"),
+        *((raw, "magic") for raw in (b"", b"\x93NUMPY\x02\x00\x76\x00")),
+        *(
+            (raw, "header")
+            for raw in (
+                npy_of(b"|u1", b"(1, 1, 1)", b"\7", pad=1025),
+                npy_of(b"<i2", b"(1, 2, 3)", bytes(12))[:40],
+                npy_of(b"<i2", b"(1, 2, 3)")[:8],
+                npy_of(b"<i2", b"(1, 2, 3)")[:9],
+                npy_file(b"{'a'}\n"),
+                npy_of(b"|O", b"(1, 1, 1)", bytes(8)),
+                npy_of(b"|u1", b"(-1, -1, 1)", b"\7"),
+                npy_of(b"|u1", b"(True, 1, 1)", b"\7"),
+                npy_of(b"|u1", b"(" * 900 + b")" * 900),
+                npy_of(b"|u1", b"(1, 1, 1) + exit()"),
+                npy_of(b"<f4", b"(1, 1, 1)", bytes(4)),
+                npy_of(b"<i4", b"(1, 1)", bytes(4)),
+                npy_file(b" " * 65535),
+            )
+        ),
     ],
 )
-def test_an_npy_file_is_what_numpy_saves_of_three_axes_of_integers(raw, expected):
+def test_an_npy_file_is_three_axes_of_integers_as_numpy_saves_them(raw, expected):
     check(lambda: parse_npy(raw, source=SOURCE), expected)
 
 
@@ -188,10 +188,11 @@ FROZEN.flags.writeable = False
 )
 def test_every_kind_of_array_of_integers_is_read_and_nothing_else(value, expected):
     check(lambda: as_array(value, source=SOURCE), expected)
-
-
-def test_lists_are_read_as_int32():
-    for value in (ROUTES, [], [[], []]):
+    if (
+        isinstance(value, list)
+        and not isinstance(expected, str)
+        and not any(isinstance(item, np.ndarray) for item in value)
+    ):
         assert as_array(value, source=SOURCE).dtype == np.int32
 
 
@@ -229,8 +230,3 @@ def test_token_ids_of_every_kind_are_int32(value, expected):
     check(lambda: as_token_ids(value, source=SOURCE), expected)
     if not isinstance(expected, str):
         assert as_token_ids(value, source=SOURCE).dtype == np.int32
-
-
-def test_a_message_begins_with_the_source():
-    assert str(Source(engine="E", field="f")) == "E: f"
-    assert str(Source(engine="E", field="f", sample="s").error("wrong")) == "E: f of s: wrong"

