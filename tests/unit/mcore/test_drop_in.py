@@ -285,7 +285,7 @@ def test_a_model_that_was_built_before_is_refused_and_nothing_is_changed():
     assert upstream.RouterReplay is RouterReplay
 
 
-def test_an_action_puts_the_seams_in_where_they_are_gone(monkeypatch):
+def test_an_action_puts_the_hooks_in_where_they_are_gone(monkeypatch):
     replay = RouterReplay()
     monkeypatch.setattr(TopKRouter, "routing", lambda *args, **kwargs: None)
     replay.set_router_replay_action(RECORD)
@@ -319,7 +319,7 @@ def test_install_replaces_the_names_in_every_megatron_module_that_holds_them():
     ("field", "value"), [("moe_router_fusion", True), ("moe_router_load_balancing_type", "sinkhorn")]
 )
 @pytest.mark.parametrize("left_by_a_session", [False, True])
-def test_a_router_that_would_never_ask_raises_when_it_is_driven(field, value, left_by_a_session):
+def test_a_router_that_would_request_nothing_raises_when_it_is_driven(field, value, left_by_a_session):
     install()
     chunk = Chunk(num_layers=1, moe_enable_routing_replay=True)
     (router,) = chunk.routers

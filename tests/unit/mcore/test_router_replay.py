@@ -50,6 +50,12 @@ def test_forward_replay_uses_the_target_in_its_column_order_with_the_live_scores
     assert replay.replay_backward_list[0].dtype is torch.uint8, "widened where it is used"
 
 
+def test_a_drivers_order_of_three_columns_is_kept():
+    """A session sorts them by the live scores where a top-k with gradients would, since Megatron-Core 0.18."""
+    target, scores = torch.tensor([[3, 1, 2], [3, 2, 0]]), SCORES.clone().requires_grad_()
+    assert route(replaying(target), scores, topk=3)[1].tolist() == target.tolist()
+
+
 def test_a_target_may_give_all_tokens_the_same_only_expert():
     assert route(replaying(torch.tensor([[2], [2]])), topk=1)[1].tolist() == [[2], [2]]
 
@@ -66,7 +72,7 @@ def test_backward_replay_takes_the_micro_batches_first_in_first_out():
         route(replay)
 
 
-def test_a_recompute_that_nobody_knows_takes_the_fifo_or_raises():
+def test_a_recompute_without_a_tape_takes_the_fifo_or_raises():
     replay, used = replaying(TARGET), []
 
     def routed(leaf):

@@ -282,7 +282,7 @@ class _OfATrainer(torch.autograd.Function):
 
 
 def unknown(layer: Callable[..., Tensor], hidden: Tensor) -> Tensor:
-    """A checkpoint of a trainer's own, which nobody knows."""
+    """A checkpoint of a trainer's own, without a tape."""
     return _OfATrainer.apply(layer, hidden)
 
 
