@@ -543,9 +543,9 @@ class _Forward(NamedTuple):
 class PaddingEvidence:
     """The tokens that forwards of a session show as padding, where none is declared: padding is one token.
 
-    Each dict has a token and where it stood first. `strong`: in several places in a row before or after samples, so it is the
-    padding token. `weak`: in one place, or where a sequence leaves its sample; it must be the padding token. `excluded`: a
-    sample begins with it, so it must not be. `disputed`: another sample ends before it; it must not be, and another token must.
+    Each dict has a token and the first place of it. `strong`: several in a row before or after samples, so it is the padding
+    token. `weak`: one of it, or where a sequence leaves its sample; it must be the padding token. `excluded`: a sample begins
+    with it, so it must not be. `disputed`: another sample ends before it; another token must be the padding token.
     """
 
     def __init__(self) -> None:

@@ -33,9 +33,6 @@ _BASE = 6364136223846793005
 _MAX_SEGMENTS = 4096
 """Segments that restarts of position_ids may make on a GPU, where the host cannot count them."""
 
-_MAX_STARTS = 8
-"""Lengths of the equal tokens at the beginning of samples that are tried after padding on the left."""
-
 Partition = Literal["zigzag", "contiguous"]
 
 
@@ -129,9 +126,12 @@ class PrefixIndex:
         second = torch.minimum(
             changes[torch.searchsorted(changes, starts, right=True).clamp(max=len(changes) - 1)], ends
         )
-        self.start_runs = tuple(sorted(set((second - starts).tolist())))
-        # A sample without its first tokens may begin like another one: [p, 5, 6] and [5, 6].
-        self.may_lose_a_run = bool(torch.isin(tokens[second[second < ends]], tokens[starts]).any())
+        first = tokens[starts]
+        begins = set(zip(first.tolist(), (second - starts).tolist()))
+        self.start_runs = tuple(sorted({run for _, run in begins}))
+        # A sample without some of its first tokens may begin like another one: [p, 5, 6] and [5, 6], or [p, p, 5] and [p, 5].
+        loses_all = torch.isin(tokens[second[second < ends]], first).any()
+        self.may_lose_a_run = bool(loses_all) or len(begins) > len({token for token, _ in begins})
 
     def to(self, device: torch.device) -> PrefixIndex:
         """Return a copy on a device."""
@@ -458,7 +458,7 @@ def locate(index: PrefixIndex, tokens: Tensor, places: Places, *, padding_token_
         if bool(located.is_explained.all()):
             return located
     run = search.runs.leading(places.begin, places.end)
-    starts = [zero, run, *((run - known).clamp(min=0) for known in index.start_runs[:_MAX_STARTS])]
+    starts = [zero, run, *((run - known).clamp(min=0) for known in index.start_runs)]
     return search.locate(torch.stack(starts))
 
 
@@ -550,21 +550,21 @@ class _Search:
             is_explained &= num_ends <= 1
         if self._padding is None and starts.shape[0] > 1:  # both sides are padded with one token
             is_explained &= (starts == 0) | (padding == 0) | (last == before)
-        found = [
-            first - places.begin,
-            count,
-            entry.long(),
-            extra,
-            padding,
-            num_ends,
-            is_explained.long(),
-            self._token(tail),
-            tail,
-        ]
-        chosen, others = _best(found) if starts.shape[0] > 1 else ([each[0] for each in found], torch.zeros_like(stop))
-        *chosen, after, tail = chosen
-        at = places.by_rank(torch.minimum(tail, stop - 1).clamp_(min=0))
-        return Located(*chosen, others, before, after, last, at)
+        found = Located(
+            start=first - places.begin,
+            count=count,
+            entry=entry.long(),
+            extra=extra,
+            padding=padding,
+            num_ends=num_ends,
+            is_explained=is_explained.long(),
+            other_starts=torch.zeros_like(count),
+            first=before.expand_as(first),
+            after=self._token(tail),
+            last=last.expand_as(first),
+            at=places.by_rank(torch.minimum(tail, stop - 1).clamp_(min=0)),
+        )
+        return _best(found) if starts.shape[0] > 1 else Located(*(each[0] for each in found))
 
     def _token(self, at: Tensor) -> Tensor:
         return self._tokens.take(at.clamp(0, self._tokens.numel() - 1))
@@ -626,18 +626,12 @@ class _Search:
         return tail, num_ends
 
 
-def _best(found: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """Return the best candidate of each segment: explained, then without padding before it, then the longest.
-
-    Args:
-        found: [C, S] each, the columns of `Located` up to `is_explained`, and others.
-
-    Returns:
-        The columns, [S] each, and 1 where another start fits as well: the tokens between may be padding or of a sample.
-    """
-    start, count, is_explained = found[0], found[1], found[6]
-    score = count + (is_explained << 41) + ((is_explained * (start == 0)) << 40)
+def _best(found: Located) -> Located:
+    """Return the best of [C, S] candidates, [S]: explained, then without padding before it, then the longest."""
+    start, count, is_explained = found.start, found.count, found.is_explained
+    score = count + (is_explained << 41) + ((is_explained * (start == 0)) << 40) + ((found.num_ends > 1).long() << 39)
     best = score.argmax(0, keepdim=True)
-    chosen = [each.gather(0, best)[0] for each in found]
-    others = (is_explained * (count > 0) * (start != chosen[0])).amax(0)
-    return chosen, others * chosen[6] * (chosen[1] > 0)
+    chosen = Located(*(each.gather(0, best)[0] for each in found))
+    # Another start that fits as well: the tokens between may be padding, or the beginning of a sample.
+    others = (is_explained * (count > 0) * (start != chosen.start)).amax(0)
+    return chosen._replace(other_starts=others * chosen.is_explained * (chosen.count > 0))

@@ -134,6 +134,10 @@ def test_a_beginning_that_may_be_padding_is_no_silent_choice() -> None:
     located = find(samples, [0, 5, 6])
     assert (located.row.tolist(), shown(located)) == ([0], {"excluded": 0})
     assert find(samples, [0, 5, 6], declared=[0]).other_starts.tolist() == [1]
+    assert shown(find([[0, 0, 5], [0, 5]], [0, 0, 5])) == {"excluded": 0}
+    # Nine samples begin with 1 to 9 equal tokens: all of these beginnings are tried.
+    runs = [[7] * length + [length] for length in range(1, 9)]
+    assert shown(find([*runs, [0] * 9 + [5, 6], [5, 6]], [0] * 12 + [5, 6])) == {"doubt": "before"}
     assert rows_of(samples, [0, 0, 5, 6], mask=[1, 1, 0, 0])[0] == [[-1, -1, 3, 4]]
     assert rows_of(samples, [0, 0, 5, 6], mask=[1, 0, 0, 0])[0] == [[-1, 0, 1, 2]]
 
