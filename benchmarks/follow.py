@@ -71,7 +71,8 @@ def main() -> None:
         for kind, (ids, places) in batches.items():
 
             def find(ids: torch.Tensor = ids, places: Places = places) -> object:
-                return locate(index, ids, places).rows(places)
+                located = locate(index, ids, places)
+                return located.rows(places, located.extra)
 
             with _Count() as count:
                 find()

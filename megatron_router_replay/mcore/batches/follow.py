@@ -11,6 +11,7 @@ import inspect
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,6 @@ from megatron_router_replay.mcore.batches.index import (
     Partition,
     Places,
     PrefixIndex,
-    Problem,
     cut_samples,
     locate,
 )
@@ -80,9 +80,14 @@ class ForwardInputs:
         return None if unpadded is packed.cu_seqlens_q_padded else unpadded
 
 
+@lru_cache(maxsize=16)
+def _signature(forward: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(forward)
+
+
 def read_inputs(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> ForwardInputs:
     """Return the inputs of a call of this module's forward, by name or by position."""
-    signature = inspect.signature(type(module).forward)
+    signature = _signature(type(module).forward)
     try:
         named = signature.bind_partial(module, *args, **kwargs).arguments
     except TypeError:  # the forward itself raises it
@@ -187,13 +192,13 @@ class FoundRows(NamedTuple):
 
     Args:
         rows: [b, s] int64, -1: none.
-        padding: [b, s] bool.
+        padding: [b, s] bool; None: there is none.
         tokens: [b, s] integers, in the layout of the rows; None: the stage was given another layout.
         rivals: how many segments several samples fit, an int or a scalar on the device.
     """
 
     rows: Tensor
-    padding: Tensor
+    padding: Tensor | None
     tokens: Tensor | None
     rivals: Tensor | int
 
@@ -321,10 +326,10 @@ class Follower(TokenReader):
         super().__init__(padding_token_ids=padding_token_ids, cp_partition_mode=cp_partition_mode)
         self._trace = trace
         self._check = check
-        self._token: Tensor | None = None  # the padding token that was seen, -1: none
-        self._evidence: list[tuple[str, Tensor]] = []  # of where it must and must not stand, see `_judge_padding`
-        self._rivals: list[Tensor] = []
-        self._compared: set[tuple[bool, int]] = set()
+        self._token: Tensor | None = None  # on a GPU, the padding token that was seen, [1], -1: none
+        self._evidence = PaddingEvidence()
+        self._waiting: list[tuple[_Forward, Located]] = []  # on a GPU, forwards that are judged at the end
+        self._compared: set[tuple[int, int, int]] = set()
         self._has_warned = False
 
     def find(self, module: nn.Module, inputs: ForwardInputs, trace: RoutingTrace, where: str) -> FoundRows:
@@ -347,7 +352,7 @@ class Follower(TokenReader):
                 "session.microbatch(rows, model) before the forward."
             )
         index = trace.derived.get("index") or index_of(self._trace)
-        device = index.keys.device
+        device = index.device
         if device.type == "cpu" and ids.device.type != "cpu" and not self._has_warned:
             self._has_warned = True
             _LOG.warning(
@@ -355,12 +360,12 @@ class Follower(TokenReader):
                 "every micro-batch",
                 DEVICE_BYTES >> 20,
             )
-        group = context_parallel_group(module, inputs.packed_seq_params)
+        group, shape = context_parallel_group(module, inputs.packed_seq_params), received_shape(module)
         rank, size = (0, 1) if group is None else (group.rank(), group.size())
-        shape = received_shape(module)
+        # A later stage may get its tokens as they were before packing or splitting: each rank has whole sequences then.
         is_raw = shape is not None and shape != tuple(ids.shape)
-        if is_raw:  # a later stage that was given its tokens as they were before packing or splitting
-            raw = ForwardInputs(input_ids=ids, padding_mask=inputs.padding_mask, position_ids=None)
+        if is_raw:
+            raw = ForwardInputs(input_ids=ids, padding_mask=inputs.padding_mask)
             places, tokens = self.lay_out(raw, None, 1, device)
         else:
             places, tokens = self.lay_out(inputs, group, size, device)
@@ -369,190 +374,236 @@ class Follower(TokenReader):
             self._check(
                 places.overflow, f"MRR206: {where}: position_ids restart more often than a forward may have segments."
             )
-        self._check_problems(index, tokens, places, located, where)
-        located = self._judge_padding(located, where)
-        rivals = self._note_rivals(index, located)
+        forward = _Forward(where, places.shape, is_padded_left=places.start is None)
+        live = located.extra + self._judge(located, forward)
         if is_raw:
             assert shape is not None, "a later stage"
-            places, located = self._in_layout(inputs, located, shape, size, device, where)
-        rows, is_padding = located.rows(places)
-        own = None if is_raw else ids
-        return FoundRows(places.of_rank(rows, rank), places.of_rank(is_padding, rank), own, rivals)
+            places, located, live = self._in_layout(inputs, located, live, shape, size, device, where)
+        rows, padding = located.rows(places, live)
+        num_rivals = located.has_rivals.sum()
+        return FoundRows(
+            rows=places.of_rank(rows, rank),
+            padding=None if padding is None else places.of_rank(padding, rank),
+            tokens=None if is_raw else ids,
+            rivals=int(num_rivals) if device.type == "cpu" else num_rivals,
+        )
 
-    # ---- tokens and segments
     def _in_layout(
         self,
         inputs: ForwardInputs,
         located: Located,
+        live: Tensor,
         shape: tuple[int, int],
         size: int,
         device: torch.device,
         where: str,
-    ) -> tuple[Places, Located]:
+    ) -> tuple[Places, Located, Tensor]:
         """Return the samples of a raw batch at the places of the layout that a later stage computes, sample by sample."""
         places = self.places_of(inputs, shape, size, device)
-        missing = places.begin.numel() - located.row.numel()
+        missing = places.begin.numel() - live.numel()
         if missing not in (0, 1):
             raise LayoutError(
-                f"MRR201: {where}: this pipeline stage was given input_ids of {located.row.numel()} sequences and computes "
+                f"MRR201: {where}: this pipeline stage was given input_ids of {live.numel()} sequences and computes "
                 f"{places.begin.numel()}: pass it the ids as the first stage gets them."
             )
-        columns = {name: getattr(located, name) for name in Located.__slots__}
-        columns = {name: torch.nn.functional.pad(each, (0, missing)) for name, each in columns.items()}
-        return places, Located(**(columns | {"start": torch.zeros_like(columns["start"])}))
+        columns = [torch.nn.functional.pad(each, (0, missing)) for each in located]
+        located = Located(*columns)._replace(start=torch.zeros_like(places.begin))
+        return places, located, torch.nn.functional.pad(live, (0, missing))
 
     # ---- what a segment may hold
-    def _check_problems(self, index: PrefixIndex, tokens: Tensor, places: Places, located: Located, where: str) -> None:
-        failed = (located.problem != 0).sum()
-        if failed.device.type == "cpu" and not bool(failed):
-            return
-        # The few numbers that a message needs; the closure lives as long as the session on a GPU.
-        after = places.begin + located.start + located.count
-        found = tokens[after.clamp(max=max(tokens.numel() - 1, 0))] if tokens.numel() else after
-        begins = tokens[places.begin.clamp(max=max(tokens.numel() - 1, 0))] if tokens.numel() else after
-        columns = torch.stack([located.problem, located.row, located.count, found, begins])
-        message = f"MRR206: {where}: a forward got tokens of no sample of the trace"
+    def _judge(self, located: Located, forward: _Forward) -> Any:
+        """Judge the segments of a forward, on a GPU at the end; return which of their single tokens is live, [S] of 0 or 1.
 
-        def detail() -> str:
-            problems, *values = columns.tolist()
-            number = next(i for i, each in enumerate(problems) if each)
-            text = self._describe(index, Problem(problems[number]), *(int(each[number]) for each in values))
-            others = sum(each != 0 for each in problems) - 1
-            more = f" ({others} more sequences of this forward cannot be followed either)" if others else ""
-            return f"MRR206: {where}, sequence {number}: {text}{more}"
+        A single token after a whole sample was appended to it, unless it is the padding token.
+        """
+        is_single = located.is_single
+        if is_single.device.type == "cpu":
+            segments = located.segments()
+            if problem := self._problem_of(forward, segments):
+                raise LayoutError(problem)
+            if self._padding is not None or not any(each.is_single for each in segments):
+                return 0
+            return is_single * (located.last != self._evidence.token)
+        message = f"MRR206: {forward.where}: a forward got tokens of no sample of the trace"
+        self._check((located.is_explained == 0).sum(), f"{message}.", partial(self._unexplained, forward, located))
+        self._waiting.append((forward, located))
+        if self._padding is not None:
+            return 0
+        is_certain = (located.padding > 1) & ((located.is_whole > 0) | (located.count == 0))
+        tokens = [torch.where(is_certain, located.last, -1)]
+        if forward.is_padded_left:
+            tokens.append(torch.where(located.start > 1, located.first, -1))
+        tokens.append(torch.full_like(located.first[:1], -1) if self._token is None else self._token)
+        self._token = torch.cat(tokens).amax(0, keepdim=True)
+        return is_single * (located.last != self._token)
 
-        self._check(failed, message + ".", detail)
+    def _problem_of(self, forward: _Forward, segments: list[Located]) -> str:
+        """Return why a forward cannot be followed, from the numbers of its segments; "": it can be so far."""
+        if not all(each.is_explained for each in segments):
+            return self._unexplained(forward, segments)
+        for number, segment in enumerate(segments):
+            if segment.has_rivals and (problem := self._unlike_rivals(segment)):
+                return f"MRR208: {forward.at(number, segment)}: {problem}"
+            if self._padding is not None:
+                doubt = "before" if segment.other_starts else ""
+            else:
+                doubt = self._evidence.add(segment, forward, number)
+            if doubt:
+                return f"MRR206: {forward.at(number, segment)}: {self._undecided(doubt, segment)}"
+        return "" if self._padding is not None else self._evidence.problem(at_end=False)
 
-    def _describe(self, index: PrefixIndex, problem: Problem, row: int, count: int, found: int, begins: int) -> str:
-        """Return why a segment cannot be followed; `found` is its first token that has no row."""
-        sample = self._name(index, row) if count else ""
-        if problem is Problem.NO_SAMPLE:
+    def _unexplained(self, forward: _Forward, found: Located | list[Located]) -> str:
+        """Return why the first segment that is not explained cannot be followed."""
+        segments = found.segments() if isinstance(found, Located) else found
+        numbers = [number for number, each in enumerate(segments) if not each.is_explained]
+        if not numbers:
+            return ""
+        segment = segments[numbers[0]]
+        more = f" ({len(numbers) - 1} more sequences of this forward cannot be followed either)" if numbers[1:] else ""
+        return f"MRR206: {forward.at(numbers[0], segment)}: {self._describe(segment)}{more}"
+
+    def _describe(self, segment: Located) -> str:
+        count, sample = segment.count, self._name(segment.row) if segment.count else ""
+        if not count:
             return (
-                f"no sample of the trace begins with token {begins}, nor with what follows it. Is this batch of another "
-                "rollout, or was it cut on the left? An evaluation runs inside `with session.paused():`."
+                f"no sample of the trace begins with token {segment.first}, nor with what follows it. Is this batch of "
+                "another rollout, or was it cut on the left? An evaluation runs inside `with session.paused():`."
             )
-        if problem is Problem.LEFT:
-            expected = int(index.token_ids[row + count])
+        if self._padding is not None and segment.num_ends > 1:
+            return self._undecided("after", segment)
+        if segment.extra > 1 and segment.is_whole:
             return (
-                f"its first {count} tokens are those of {sample}, which has token {expected} at position {count}, but it has "
-                f"token {found} there. Were the tokens of the rollout tokenized again, or changed?"
-            )
-        if problem is Problem.MORE:
-            return (
-                f"it holds all {count} tokens of {sample}, and from position {count} on (token {found}) more than one token "
-                "that is no padding. If it is padding, give padding_mask to the model, or say "
+                f"it holds all {count} tokens of {sample}, and from position {count} on (token {segment.after}) more than "
+                "one token that is no padding. If it is padding, give padding_mask to the model, or say "
                 "mrr.replay(..., padding_token_ids=[...])."
             )
-        return self._undecided(problem, begins, sample)
-
-    def _undecided(self, problem: Problem, token: int, sample: str) -> str:
-        where = "before" if problem is Problem.STARTS else "after"
+        if segment.extra > segment.is_whole:
+            token_ids = index_of(self._trace).token_ids
+            return (
+                f"its first {count} tokens are those of {sample}, which has token {int(token_ids[segment.row + count])} at "
+                f"position {count}, but it has token {segment.after} there. Were the tokens of the rollout tokenized again, "
+                "or changed?"
+            )
         return (
-            f"tokens {where} {sample} may be padding or may belong to another sample of the trace, which also has them "
-            f"(the sequence begins with token {token}). Give the model padding_mask, or unpadded cu_seqlens_q beside "
-            "cu_seqlens_q_padded."
+            f"{sample} has token {segment.first} before it and token {segment.last} after it, and padding is one token. "
+            "Give the model padding_mask, or say mrr.replay(..., padding_token_ids=[...])."
         )
 
-    def _name(self, index: PrefixIndex, row: int) -> str:
-        sample, _ = index.name(row)
+    def _undecided(self, side: str, segment: Located) -> str:
+        return (
+            f"tokens {side} {self._name(segment.row)} may be padding or may belong to another sample of the trace, which "
+            f"also has them (the sequence begins with token {segment.first}). Give the model padding_mask, or unpadded "
+            "cu_seqlens_q beside cu_seqlens_q_padded."
+        )
+
+    def _name(self, row: int) -> str:
+        sample, _ = index_of(self._trace).name(row)
         ids = self._trace.sample_ids
         return f"sample {sample}" + (f" ({ids[sample]!r})" if ids is not None else "")
 
-    # ---- the padding token
-    def _judge_padding(self, located: Located, where: str) -> Located:
-        """Check that padding of all forwards is one token; return single tokens after a sample as padding if they are it."""
-        if self._padding is not None:
-            return located
-        names = ("strong", "weak", "excluded", "disputed")
-        columns = torch.stack([getattr(located, name) for name in names])
-        if columns.device.type == "cpu" and not bool((columns >= 0).any()) and self._token is None:
-            return located
-        strong = columns[0].amax() if columns.shape[1] else columns.new_tensor(-1)
-        self._token = strong if self._token is None else torch.maximum(self._token, strong)
-        self._evidence.append((where, columns))
-        if columns.device.type == "cpu" and (problem := self._padding_problem(at_end=False)):
-            raise LayoutError(problem)
-        is_padding = (located.single >= 0) & (located.single == self._token)
-        values = {name: getattr(located, name) for name in Located.__slots__}
-        return Located(**(values | {"live": torch.where(is_padding, 0, located.live)}))
+    def _unlike_rivals(self, segment: Located) -> str:
+        """Return why samples that fit a segment cannot stand for each other; "": their routes are alike."""
+        key = (segment.row, segment.count, segment.is_whole)
+        if key in self._compared:
+            return ""
+        self._compared.add(key)
+        first, *rest = index_of(self._trace).rivals(segment.row, segment.count, is_whole=bool(segment.is_whole))
+        for other in rest:
+            if why := unlike(self._trace, first, other, segment.count):
+                return (
+                    f"{self._name(first)} and {self._name(other)} of the trace begin with the same {segment.count} tokens, "
+                    f"which a forward got, and {why}: which of them it holds, its tokens do not say. Replay them in "
+                    "different sessions, or queue rows with session.microbatch(rows, model)."
+                )
+        return ""
 
-    def _padding_problem(self, *, at_end: bool) -> str:
+    def problems(self) -> list[str]:
+        """Return what only shows when all forwards have run; on a GPU, this waits for the device."""
+        found = [self._problem_of(forward, located.segments()) for forward, located in self._waiting]
+        # What is unexplained is raised by the check of its forward.
+        found = [each for each in found if not each.startswith("MRR206: ") or "may belong" in each]
+        return [each for each in [*dict.fromkeys(found), self._evidence.problem(at_end=True)] if each]
+
+
+class _Forward(NamedTuple):
+    """A forward in messages: its rank, chunk and micro-batch, its [b, s], and whether padding on its left was searched."""
+
+    where: str
+    shape: tuple[int, int]
+    is_padded_left: bool
+
+    def at(self, number: int, segment: Located) -> str:
+        """Name the first token after the known ones of a segment."""
+        rank, local = divmod(segment.at, max(1, self.shape[0] * self.shape[1]))
+        row, position = divmod(local, max(1, self.shape[1]))
+        of_rank = f" of context-parallel rank {rank}" if rank else ""
+        return f"{self.where}, input_ids[{row}, {position}]{of_rank}, sequence {number}"
+
+
+class PaddingEvidence:
+    """The tokens that forwards of a session show as padding, where none is declared: padding is one token.
+
+    Each dict has a token and the first place of it. `strong`: several in a row before or after samples, so it is the padding
+    token. `weak`: one of it, or where a sequence leaves its sample; it must be the padding token. `excluded`: a sample begins
+    with it, so it must not be. `disputed`: another sample ends before it; another token must be the padding token.
+    """
+
+    def __init__(self) -> None:
+        self._strong: dict[int, str] = {}
+        self._weak: dict[int, str] = {}
+        self._excluded: dict[int, str] = {}
+        self._disputed: dict[int, str] = {}
+
+    @property
+    def token(self) -> int:
+        """The padding token that was seen, -1: none."""
+        return next(iter(self._strong), -1)
+
+    def add(self, segment: Located, forward: _Forward, number: int) -> str:
+        """Add a segment that is explained; return on which side of its sample tokens may belong to another, "": none."""
+        start = segment.start if forward.is_padded_left else 0
+        if not (segment.padding or start or segment.other_starts or segment.num_ends):
+            return ""
+        if start and segment.other_starts:
+            return "before"
+        where = forward.at(number, segment)
+        if segment.other_starts:
+            self._excluded.setdefault(segment.first, where)
+        if segment.num_ends > segment.is_whole:
+            self._disputed.setdefault(segment.last, where)
+        if segment.padding > 1 and (segment.is_whole or not segment.count):
+            self._strong.setdefault(segment.last, where)
+        elif segment.padding and not (segment.is_whole and segment.padding == 1 and not segment.extra):
+            self._weak.setdefault(segment.last, where)
+        if start:
+            (self._strong if start > 1 else self._weak).setdefault(segment.first, where)
+        return ""
+
+    def problem(self, *, at_end: bool) -> str:
         """Return what contradicts one padding token in the forwards so far; "": nothing does."""
-        seen: list[dict[int, str]] = [{}, {}, {}, {}]
-        for where, columns in self._evidence:
-            for tokens, values in zip(seen, columns.tolist()):
-                for token in set(values) - {-1}:
-                    tokens.setdefault(token, where)
-        strong, weak, excluded, disputed = seen
         declare = "Say mrr.replay(..., padding_token_ids=[...]), or give the model padding_mask."
-        if len(strong) > 1:
-            (one, first), (other, second) = list(strong.items())[:2]
+        if len(self._strong) > 1:
+            (one, first), (other, second) = list(self._strong.items())[:2]
             return (
                 f"MRR207: tokens after samples are no padding: several places of {first} hold token {one}, of {second} token "
                 f"{other}, and padding is one token. {declare}"
             )
-        known = next(iter(strong), None)
-        for token, where in weak.items() if known is not None or at_end else ():
+        known = next(iter(self._strong), None)
+        for token, where in self._weak.items() if known is not None or at_end else ():
             if token != known:
                 seen_as = f"padding is token {known} elsewhere" if known is not None else "no other place shows padding"
                 return (
                     f"MRR207: {where}: token {token} stands where a sequence leaves its sample, and {seen_as}, so it is "
                     f"another text than the trace's or padding that cannot be told from it. {declare}"
                 )
-        for token, where in (excluded | disputed).items():
-            if token == known or (known is None and at_end and token in disputed):
+        for token, where in (self._excluded | self._disputed).items():
+            if token == known or (known is None and at_end and token in self._disputed):
                 return (
                     f"MRR207: {where}: token {token} may be padding or a part of a sample: the trace has samples with and "
                     "without it. Give the model padding_mask, or unpadded cu_seqlens_q beside cu_seqlens_q_padded"
-                    + ("." if token in excluded else "; or say mrr.replay(..., padding_token_ids=[...]).")
+                    + ("." if token in self._excluded else "; or say mrr.replay(..., padding_token_ids=[...]).")
                 )
-        # What is left to judge needs each token once.
-        if self._evidence and self._evidence[0][1].device.type == "cpu":
-            self._evidence = [
-                (where, torch.tensor([[token if row == at else -1] for row in range(4)]))
-                for at, tokens in enumerate(seen)
-                for token, where in tokens.items()
-            ]
         return ""
-
-    # ---- equal samples
-    def _note_rivals(self, index: PrefixIndex, located: Located) -> Tensor | int:
-        """Count the segments that several samples fit, and compare these samples' routes and weights."""
-        count = (located.rivals != 0).sum()
-        columns = torch.stack([located.rivals, located.whole, located.at, located.count])
-        if columns.device.type != "cpu":
-            self._rivals.append(columns)
-            return count
-        if bool(count):
-            self._compare(index, columns)
-        return int(count)
-
-    def _compare(self, index: PrefixIndex, columns: Tensor) -> None:
-        """Raise LayoutError unless the samples that fit a segment have like routes; each of them is looked at once."""
-        for is_rival, whole, at, count in columns.t().tolist():
-            if not is_rival or (bool(whole), at) in self._compared:
-                continue
-            self._compared.add((bool(whole), at))
-            first, *rest = (row - count + 1 for row in index.rivals(at, is_whole=bool(whole)))
-            for other in rest:
-                if why := unlike(self._trace, first, other, count):
-                    raise LayoutError(
-                        f"MRR208: {self._name(index, first)} and {self._name(index, other)} of the trace begin with the same "
-                        f"{count} tokens, which a forward got, and {why}: which of them it holds, its tokens do not say. "
-                        "Replay them in different sessions, or queue rows with session.microbatch(rows, model)."
-                    )
-
-    def problems(self) -> list[str]:
-        """Return what only shows when all forwards have run; on a GPU, this waits for the device."""
-        found = []
-        if problem := self._padding_problem(at_end=True):
-            found.append(problem)
-        if self._rivals:
-            try:
-                self._compare(index_of(self._trace), torch.cat(self._rivals, dim=1).cpu())
-            except LayoutError as error:
-                found.append(str(error))
-        return found
 
 
 def unlike(trace: RoutingTrace, first: int, other: int, count: int) -> str:

@@ -1,35 +1,34 @@
 """Find the trace rows of a forward's tokens: prefix keys, and the samples that segments of a batch hold.
 
     a trace's tokens and samples                -> PrefixIndex    sorted keys, once a trace
-    [b, s], cu_seqlens, padding_mask, ranks     -> Places         segments, and where this rank's positions stand
+    [b, s], cu_seqlens, padding_mask, ranks     -> Places         segments, and the positions of each rank
     PrefixIndex, Places, tokens                 -> Located        the sample of each segment, the row of each position
 
-Routing is causal, so the tokens up to a position address its row:
+Routing is causal, so the tokens up to a position address its row. The key of a prefix that begins at position a is
 
-    key[t] = sum of mix(token[i], i) for i <= t          64 bits, wrapping: a cumulative sum
+    sum of hash(token[i]) * BASE ** (i - a) for i >= a          64 bits, wrapping
 
-A key only finds a row. The session then compares every token with the trace's, so a collision raises. Everything here is
-tensor arithmetic on one device without a host wait on a GPU; on the CPU, rare cases are skipped where they cannot occur.
+One cumulative sum over a batch gives every key, wherever segments begin. A key only finds a row: the session then compares
+every token with the trace's, so a collision raises. All of it is tensor arithmetic on one device. On a GPU, the host never
+waits; on the CPU, work that a batch does not need is skipped.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import IntEnum
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_router_replay.errors import LayoutError
 
-FAR = 1 << 40
-"""More than any position or token."""
-
-_WAYS = 32
-"""Prefixes of a segment that one step of the search looks up: three steps find the end among 8,192 positions."""
+_BASE = 6364136223846793005
+"""5 modulo 8, so that its powers do not repeat. Source: the multiplier of Knuth's MMIX generator."""
 
 _MAX_SEGMENTS = 4096
 """Segments that restarts of position_ids may make on a GPU, where the host cannot count them."""
@@ -37,24 +36,46 @@ _MAX_SEGMENTS = 4096
 Partition = Literal["zigzag", "contiguous"]
 
 
-def mix(tokens: Tensor, positions: Tensor) -> Tensor:
-    """Return 64 pseudo-random bits for each token at its position, int64.
+class _PrefixSums:
+    """The cumulative sum of tokens' hashes, from which the key of any range of tokens is one subtraction and one product.
 
-    Source: the finalizer of splitmix64 (Steele, Lea, Flood, 2014); the masks make >> logical.
+    Args:
+        tokens: [n] integers, n > 0.
     """
-    values = tokens.to(torch.int64) * -0x61C8864680B583EB + positions * -0x3D4D51C2D82B14B1 + 1
-    for shift, multiplier in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
-        values = (values ^ ((values >> shift) & ((1 << (64 - shift)) - 1))) * multiplier
-    return values ^ ((values >> 31) & ((1 << 33) - 1))
 
+    def __init__(self, tokens: Tensor) -> None:
+        self._size = tokens.numel()
+        # BASE ** 1, BASE ** 2, ...
+        self._powers = torch.full_like(tokens, _BASE, dtype=torch.int64).cumprod(0)
+        # The constant keeps the hash of token 0 from being 0; the product mixes upwards, the shift downwards.
+        hashes = torch.rsub(tokens.to(torch.int64), 0x3D4D51C2D82B14B1, alpha=0x61C8864680B583EB)
+        hashes ^= hashes >> 32
+        hashes *= -0x40A7B892E31B1A47
+        hashes *= self._powers
+        self._sums = hashes.new_zeros(self._size + 1)
+        torch.cumsum(hashes, 0, out=self._sums[1:])
 
-def _sums(values: Tensor) -> Tensor:
-    """Return the sum before each value and the sum of all, [..., n + 1] int64: a range's sum is a difference."""
-    return torch.nn.functional.pad(values.cumsum(-1), (1, 0))
+    def origin(self, begin: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a begin's sum and the factor that makes differences to it independent of its position."""
+        factor = pow(_BASE, -self._size - 1, 1 << 64)
+        factor -= (factor >> 63) << 64  # as int64
+        return self._sums.take(begin), self._powers.take((self._size - 1 - begin).clamp_(min=0)).mul_(factor)
+
+    def keys(self, origin: tuple[Tensor, Tensor], end: Tensor) -> Tensor:
+        """Return the keys of the tokens from an origin to flat positions `end`."""
+        return (self._sums.take(end) - origin[0]).mul_(origin[1])
+
+    def keys_by_segment(self, starts: Tensor, lengths: Tensor) -> Tensor:
+        """Return the key of every prefix of segments that fill the tokens, [n]."""
+        base, factor = (torch.repeat_interleave(each, lengths, output_size=self._size) for each in self.origin(starts))
+        return (self._sums[1:] - base).mul_(factor)
 
 
 class PrefixIndex:
-    """The prefix keys of a trace's rows, sorted: 16 bytes a row.
+    """The prefix keys of a trace's rows, sorted: 12 bytes a row, 16 in traces of 2 ** 29 rows or more.
+
+    An entry is row * 4, + 1 if the sample ends there, + 2 if several samples have this prefix (and end there as well). The
+    first entry of a key counts: that of a sample which ends there, else that of the trace's first sample.
 
     Args:
         token_ids: [num_rows] integers, none below 0.
@@ -65,98 +86,93 @@ class PrefixIndex:
         device, num_rows = token_ids.device, token_ids.numel()
         self.token_ids = token_ids
         self.bounds = [0, *accumulate(sequence_lengths)]
+        # One entry more than rows, with the greatest key, so that every search ends at an entry.
+        self._keys = torch.full((num_rows + 1,), torch.iinfo(torch.int64).max, device=device)
+        self._entries = torch.zeros(
+            num_rows + 1, dtype=torch.int32 if num_rows < 1 << 29 else torch.int64, device=device
+        )
+        self.start_runs: tuple[int, ...] = ()
+        self.may_lose_a_run = self.has_nested_samples = False
+        if not num_rows:
+            return
         lengths = torch.tensor([length for length in sequence_lengths if length], dtype=torch.int64, device=device)
-        starts = lengths.cumsum(0) - lengths
-        sample = torch.repeat_interleave(lengths, output_size=num_rows)
-        positions = torch.arange(num_rows, device=device) - starts[sample]
-        terms = mix(token_ids, positions)
-        sums = terms.cumsum(0)
-        keys = sums - (sums - terms)[starts][sample]
-        ends = starts + lengths - 1
+        ends = lengths.cumsum(0)
+        starts = ends - lengths
+        keys = _PrefixSums(token_ids).keys_by_segment(starts, lengths)
+        end_keys = keys[ends - 1]
+        order = torch.empty_like(keys)
         # Stable: of equal prefixes the first of the trace comes first.
-        self.keys, self.rows = keys.sort(stable=True)
-        self.end_keys, order = keys[ends].sort(stable=True)
-        self.end_rows = ends[order]
-        self.previous_end = self._previous_ends(keys, positions)
+        torch.sort(keys, stable=True, out=(self._keys[:-1], order))
+        order <<= 2
+        order[:-1] += (self._keys[1:-1] == self._keys[:-2]).to(torch.int64) << 1
+        self._entries[:-1] = order
+        self._mark_ends(end_keys, ends - 1)
         self._read_starts(starts, ends)
 
-    def _previous_ends(self, keys: Tensor, positions: Tensor) -> Tensor | None:
-        """Return for each row the last earlier position of its sample at which another sample ends, -1: none; [num_rows].
-
-        None: no sample of the trace begins with another whole sample.
-        """
-        number = torch.searchsorted(self.keys, self.end_keys, right=True) - torch.searchsorted(self.keys, self.end_keys)
-        num_ends = torch.searchsorted(self.end_keys, self.end_keys, right=True)
-        num_ends = num_ends - torch.searchsorted(self.end_keys, self.end_keys)
-        if not bool((number > num_ends).any()):
-            return None
-        _, is_end = _find(self.end_keys, keys)
-        rows = torch.arange(keys.numel(), device=keys.device)
-        # The last row at or before each one at which a sample ends, taken one row earlier; other samples' rows are not it.
-        last = torch.where(is_end, rows, -1).cummax(0).values
-        before = torch.nn.functional.pad(last[:-1], (1, 0), value=-1)
-        before = before - (rows - positions)
-        return torch.where(before >= 0, before, -1).to(torch.int32)
+    def _mark_ends(self, keys: Tensor, rows: Tensor) -> None:
+        """Let the first entry of each key be that of a sample which ends there."""
+        keys, order = keys.sort(stable=True)
+        first, end = torch.searchsorted(keys, keys), torch.searchsorted(keys, keys, right=True)
+        at = torch.searchsorted(self._keys, keys)
+        self._entries[at] = (rows[order[first]] * 4 + 1 + 2 * (end - first > 1)).to(self._entries.dtype)
+        num_rows = torch.searchsorted(self._keys[:-1], keys, right=True) - at
+        self.has_nested_samples = bool((num_rows > end - first).any())
 
     def _read_starts(self, starts: Tensor, ends: Tensor) -> None:
-        """Set what left padding depends on: the equal tokens that samples begin with."""
+        """Set the lengths of the equal tokens that samples begin with, on which padding on the left depends."""
         tokens = self.token_ids
-        self.first_runs: tuple[int, ...] = ()
-        self.may_lose_a_run = False
-        if not starts.numel():
-            return
-        # Row of the first change of token behind each start, or the sample's end.
         changes = (tokens[1:] != tokens[:-1]).nonzero().squeeze(1) + 1
-        changes = torch.nn.functional.pad(changes, (0, 1), value=tokens.numel())
-        behind = torch.minimum(changes[torch.searchsorted(changes, starts, right=True)], ends + 1)
-        self.first_runs = tuple(sorted(set((behind - starts).tolist())))
-        # A sample without its first tokens may begin like another one: [p, 5, 6] beside [5, 6].
-        second = tokens[behind.clamp(max=tokens.numel() - 1)][behind <= ends]
-        self.may_lose_a_run = bool(torch.isin(second, tokens[starts]).any())
+        changes = torch.cat([changes, ends[-1:]])
+        second = torch.minimum(
+            changes[torch.searchsorted(changes, starts, right=True).clamp(max=len(changes) - 1)], ends
+        )
+        first = tokens[starts]
+        begins = set(zip(first.tolist(), (second - starts).tolist()))
+        self.start_runs = tuple(sorted({run for _, run in begins}))
+        # A sample without some of its first tokens may begin like another one: [p, 5, 6] and [5, 6], or [p, p, 5] and [p, 5].
+        loses_all = torch.isin(tokens[second[second < ends]], first).any()
+        self.may_lose_a_run = bool(loses_all) or len(begins) > len({token for token, _ in begins})
 
     def to(self, device: torch.device) -> PrefixIndex:
         """Return a copy on a device."""
         copied = object.__new__(PrefixIndex)
-        for name, value in vars(self).items():
-            setattr(copied, name, value.to(device) if isinstance(value, Tensor) else value)
+        vars(copied).update(
+            {name: each.to(device) if isinstance(each, Tensor) else each for name, each in vars(self).items()}
+        )
         return copied
+
+    @property
+    def device(self) -> torch.device:
+        """The device of its tensors."""
+        return self._keys.device
 
     @property
     def nbytes(self) -> int:
         """Bytes of all its tensors."""
-        return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
+        return sum(each.nbytes for each in vars(self).values() if isinstance(each, Tensor))
 
     def find(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Return where each key stands among the sorted ones, and whether it is there."""
-        return _find(self.keys, keys)
+        """Return the first entry at or after each key, and whether it has that key."""
+        at = torch.searchsorted(self._keys, keys)
+        return self._entries.take(at), self._keys.take(at) == keys
 
-    def rows_of(self, at: Tensor, is_whole: Tensor) -> Tensor:
-        """Return the row at places among `end_keys` (whole samples) or `keys`."""
-        if not self.rows.numel():
-            return torch.zeros_like(at)
-        ends = self.end_rows[at.clamp(max=self.end_rows.numel() - 1)]
-        return torch.where(is_whole, ends, self.rows[at.clamp(max=self.rows.numel() - 1)])
-
-    def rivals(self, at: int, *, is_whole: bool) -> list[int]:
-        """Return all rows with the key at a place among `end_keys` or `keys`, in the order of the trace."""
-        keys, rows = (self.end_keys, self.end_rows) if is_whole else (self.keys, self.rows)
-        key = keys[at : at + 1]
-        first, last = torch.searchsorted(keys, key), torch.searchsorted(keys, key, right=True)
-        return [int(row) for row in rows[int(first) : int(last)].tolist()]
+    def rivals(self, row: int, count: int, *, is_whole: bool) -> list[int]:
+        """Return the first rows of all samples that begin with `count` rows from `row` on, and end there if `is_whole`."""
+        sums = _PrefixSums(self.token_ids[row : row + count])
+        bounds = torch.tensor([0, count], device=self.device)
+        key = sums.keys(sums.origin(bounds[:1]), bounds[1:])
+        first, end = torch.searchsorted(self._keys, key), torch.searchsorted(self._keys, key, right=True)
+        last_rows = {each >> 2 for each in self._entries[int(first) : int(end)].tolist()}
+        return [
+            last + 1 - count
+            for last in sorted(last_rows)
+            if not is_whole or self.bounds[bisect_right(self.bounds, last)] == last + 1
+        ]
 
     def name(self, row: int) -> tuple[int, int]:
         """Return (sample, position) of a row."""
-        from bisect import bisect_right
-
         sample = bisect_right(self.bounds, row) - 1
         return sample, row - self.bounds[sample]
-
-
-def _find(keys: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    if not keys.numel():
-        return torch.zeros_like(wanted), torch.zeros_like(wanted, dtype=torch.bool)
-    at = torch.searchsorted(keys, wanted)
-    return at, keys[at.clamp(max=keys.numel() - 1)] == wanted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,24 +180,24 @@ class Places:
     """The segments of one forward, in flat positions over all context-parallel ranks: rows of the batch, or packed sequences.
 
     Args:
-        begin, end: [S] int64, the flat positions of each segment.
-        limit: [S] int64, how many of a segment's first positions hold tokens, padding on the left counted; FAR: not known.
-        flat: [cp_size, n] int64, the flat position of each position of each rank.
-        shape: [b, s] of one rank's input_ids.
-        longest: no segment is longer.
-        padded_left: padding may precede a sequence: searched.
+        begin, end: [S] int64, the flat positions of each segment; segments follow one another.
+        stop: [S] int64, the end of a segment's tokens where its length is known, else its end.
+        is_bounded: bool, [S] or a scalar, True: the length is known; None: of no segment.
         start: [S] int64, padding that is known to precede the sequence; None: not known.
+        flat: [cp_size, n] int64, the flat position of each position of each rank; None: one rank has all, in order.
+        shape: [b, s] of one rank's input_ids.
+        padded_left: padding may precede a sequence: it is searched unless `start` is known.
         overflow: scalar bool, True: there are more segments than fit; None: that cannot be.
     """
 
     begin: Tensor
     end: Tensor
-    limit: Tensor
-    flat: Tensor
-    shape: tuple[int, int]
-    longest: int
-    padded_left: bool
+    stop: Tensor
+    is_bounded: Tensor | None = None
     start: Tensor | None = None
+    flat: Tensor | None
+    shape: tuple[int, int]
+    padded_left: bool
     overflow: Tensor | None = None
 
     @classmethod
@@ -189,15 +205,13 @@ class Places:
         cls, shape: tuple[int, int], *, device: torch.device, cp_size: int = 1, partition: Partition = "zigzag"
     ) -> Places:
         """Return the rows of a [b, s] batch, of which each context-parallel rank has a part of every row."""
-        num_rows, length = shape[0], shape[1] * cp_size
-        bounds = torch.arange(num_rows + 1, device=device) * length
+        bounds = torch.arange(shape[0] + 1, device=device) * (shape[1] * cp_size)
         return cls(
             begin=bounds[:-1],
             end=bounds[1:],
-            limit=torch.full_like(bounds[1:], FAR),
-            flat=_flat_positions(bounds, shape[0] * shape[1], cp_size, partition),
+            stop=bounds[1:],
+            flat=_flat_positions(bounds, shape, cp_size, partition),
             shape=shape,
-            longest=length,
             padded_left=True,
         )
 
@@ -211,7 +225,7 @@ class Places:
         cp_size: int = 1,
         partition: Partition = "zigzag",
     ) -> Places:
-        """Return packed sequences, and one more segment with the positions after the last of them.
+        """Return packed sequences, and one more segment with the positions after the last of them, which are padding.
 
         Args:
             shape: [1, n] of this rank's input_ids.
@@ -222,26 +236,23 @@ class Places:
         Raises:
             LayoutError: cu_seqlens reach beyond the row, or a sequence cannot be split in zigzag; on the CPU alone.
         """
-        bounds, total = cu_seqlens.to(torch.int64), shape[0] * shape[1] * cp_size
-        if bounds.device.type == "cpu":
-            _check_bounds(bounds, total, cp_size, partition)
-        end = torch.nn.functional.pad(bounds[1:], (0, 1), value=total)
-        limit = torch.full_like(end, FAR)
-        limit[-1] = 0
+        total = shape[0] * shape[1] * cp_size
+        starts = cu_seqlens.to(torch.int64)
+        if starts.device.type == "cpu":
+            _check_bounds(starts, total, cp_size, partition)
+        bounds = torch.cat([starts, torch.full_like(starts[:1], total)])
+        is_bounded, stop = None, torch.cat([starts[1:], starts[-1:]])
         if unpadded is not None:
-            real = unpadded.to(bounds.device, torch.int64)
-            says_nothing = (real == bounds).all()
-            limit[:-1] = torch.where(says_nothing, FAR, real.diff())
-        whole = torch.nn.functional.pad(bounds, (0, 1), value=total)
-        # On a GPU the host does not know the longest sequence.
-        longest = int(whole.diff().max()) if whole.device.type == "cpu" else total
+            real = unpadded.to(starts.device, torch.int64)
+            is_bounded = (real != starts).any()
+            stop[:-1] = starts[:-1] + real.diff()
         return cls(
-            begin=whole[:-1],
-            end=end,
-            limit=limit,
-            flat=_flat_positions(whole, shape[0] * shape[1], cp_size, partition, is_packed=True),
+            begin=bounds[:-1],
+            end=bounds[1:],
+            stop=stop,
+            is_bounded=is_bounded,
+            flat=_flat_positions(bounds, shape, cp_size, partition, is_packed=True),
             shape=shape,
-            longest=longest,
             padded_left=False,
         )
 
@@ -251,17 +262,21 @@ class Places:
         Args:
             position_ids: [total] integers in flat order.
         """
-        at = torch.arange(position_ids.numel(), device=position_ids.device)
-        restarts = (position_ids[1:] == 0) & (position_ids[:-1] > 0)
-        begins = torch.nn.functional.pad(restarts, (1, 0)).index_fill_(0, self.begin, True)
-        overflow = None
+        total, by_row = position_ids.numel(), position_ids.view(self.shape[0], -1)
+        begins = torch.zeros_like(by_row, dtype=torch.bool)
+        torch.logical_and(by_row[:, 1:] == 0, by_row[:, :-1] > 0, out=begins[:, 1:])
+        begin, overflow = self.begin, None
         if begins.device.type == "cpu":
-            begin = begins.nonzero().squeeze(1)
+            if not bool(begins.any()):
+                return self
+            begin = begins.index_fill_(1, begin[:1], True).flatten().nonzero().squeeze(1)
         else:  # without a wait, the number of segments is not known
-            most = min(at.numel(), _MAX_SEGMENTS + self.begin.numel())
-            begin, overflow = torch.where(begins, at, at.numel()).sort().values[:most], begins.sum() > most
-        end = torch.nn.functional.pad(begin[1:], (0, 1), value=at.numel())
-        return _replace(self, begin=begin, end=end, limit=torch.full_like(end, FAR), overflow=overflow)
+            at = torch.arange(total, device=begins.device)
+            most = min(total, _MAX_SEGMENTS + begin.numel())
+            begins = begins.view(-1).index_fill_(0, begin, True)
+            begin, overflow = torch.where(begins, at, total).sort().values[:most], begins.sum() > most
+        end = torch.cat([begin[1:], torch.full_like(begin[:1], total)])
+        return replace(self, begin=begin, end=end, stop=end, overflow=overflow)
 
     def bound(self, padding_mask: Tensor) -> Places:
         """Return the places with the lengths that a mask tells: from the first to the last position outside of it.
@@ -269,32 +284,36 @@ class Places:
         Args:
             padding_mask: [total] bool in flat order, True: padding.
         """
-        before = _sums(~padding_mask)
-        first = torch.searchsorted(before, before[self.begin] + 1) - 1
-        last = torch.searchsorted(before, before[self.end])
-        has_tokens = before[self.end] > before[self.begin]
-        start = torch.where(has_tokens, first - self.begin, 0)
-        limit = torch.where(has_tokens, last - self.begin, 0)
-        return _replace(self, start=start, limit=torch.minimum(limit, self.limit))
+        # Tokens before each position.
+        before = torch.zeros(padding_mask.numel() + 1, dtype=torch.int64, device=padding_mask.device)
+        torch.cumsum(~padding_mask, 0, out=before[1:])
+        first, last = before.take(self.begin), before.take(self.end)
+        start = torch.searchsorted(before, first + 1) - 1 - self.begin
+        stop = torch.minimum(torch.searchsorted(before, last), self.stop)
+        start, stop = torch.where(last > first, start, 0), torch.where(last > first, stop, self.begin)
+        return replace(self, start=start, stop=stop, is_bounded=torch.ones_like(stop, dtype=torch.bool))
 
     def segments(self) -> Tensor:
         """Return the segment of each flat position, [total] int64."""
-        lengths = self.end - self.begin
-        return torch.repeat_interleave(lengths, output_size=self.flat.numel())
+        total = self.shape[0] * self.shape[1] if self.flat is None else self.flat.numel()
+        return torch.repeat_interleave(self.end - self.begin, output_size=total)
 
     def in_order(self, of_ranks: Tensor) -> Tensor:
         """Return all ranks' values, [cp_size, n], in flat order, [total]."""
-        if of_ranks.shape[0] == 1:
-            return of_ranks[0]  # one rank has everything, in order
+        if self.flat is None:
+            return of_ranks[0]
         return torch.empty_like(of_ranks).view(-1).index_copy_(0, self.flat.view(-1), of_ranks.reshape(-1))
+
+    def by_rank(self, at: Tensor) -> Tensor:
+        """Return rank * n + local position of flat positions."""
+        if self.flat is None:
+            return at
+        by_rank = torch.arange(self.flat.numel(), device=at.device).view_as(self.flat)
+        return self.in_order(by_rank).take(at)
 
     def of_rank(self, values: Tensor, rank: int) -> Tensor:
         """Return one rank's part of flat values, [b, s]."""
-        return (values if self.flat.shape[0] == 1 else values[self.flat[rank]]).view(self.shape)
-
-
-def _replace(places: Places, **changes: Any) -> Places:
-    return Places(**{name: getattr(places, name) for name in Places.__slots__} | changes)
+        return (values if self.flat is None else values[self.flat[rank]]).view(self.shape)
 
 
 def _check_bounds(bounds: Tensor, total: int, cp_size: int, partition: Partition) -> None:
@@ -304,7 +323,7 @@ def _check_bounds(bounds: Tensor, total: int, cp_size: int, partition: Partition
             f"MRR204: cu_seqlens {bounds.tolist()} do not fit a packed row of {total} positions: they must rise from 0."
         )
     multiple = 2 * cp_size if cp_size > 1 and partition == "zigzag" else 1
-    if bool((lengths % multiple).any()):
+    if multiple > 1 and bool((lengths % multiple).any()):
         raise LayoutError(
             f"MRR204: cannot split packed sequences of {lengths.tolist()} positions over cp_size={cp_size} in zigzag: each "
             f"must be a multiple of {multiple}."
@@ -312,82 +331,115 @@ def _check_bounds(bounds: Tensor, total: int, cp_size: int, partition: Partition
 
 
 def _flat_positions(
-    bounds: Tensor, num_local: int, cp_size: int, partition: Partition, *, is_packed: bool = False
-) -> Tensor:
-    """Return the flat position of each local position of each rank, [cp_size, num_local].
+    bounds: Tensor, shape: tuple[int, int], cp_size: int, partition: Partition, *, is_packed: bool = False
+) -> Tensor | None:
+    """Return the flat position of each local position of each rank, [cp_size, n]; None: one rank has all, in order.
 
     Args:
-        bounds: [S + 1], where segments start over all ranks; of packed sequences the last segment is what follows them.
+        bounds: [S + 1], where segments start over all ranks; of packed sequences the last segment is the rest of the row.
     """
+    if cp_size == 1:
+        return None
+    if not is_packed and partition == "zigzag" and shape[1] % 2:
+        raise LayoutError(
+            f"MRR204: a context-parallel rank has {shape[1]} positions of each sequence: zigzag gives it two chunks of equal "
+            "length."
+        )
+    num_local = shape[0] * shape[1]
     at = torch.arange(num_local, device=bounds.device)
     ranks = torch.arange(cp_size, device=bounds.device).unsqueeze(1)
-    if cp_size == 1 or (
-        is_packed and partition == "contiguous"
-    ):  # a contiguous stream, cut without regard to sequences
+    if is_packed and partition == "contiguous":  # ranks cut the whole row, without regard to sequences
         return ranks * num_local + at
     segment = torch.searchsorted(bounds[1:] // cp_size, at, right=True)
     begin, length = bounds[segment], bounds[segment + 1] // cp_size - bounds[segment] // cp_size
     offset, half = at - begin // cp_size, length // 2
-    zigzag = torch.where(offset < half, ranks * half + offset, (2 * cp_size - 2 - ranks) * half + offset)
     in_turn = ranks * length + offset
     if partition == "contiguous":
         return begin + in_turn
+    zigzag = torch.where(offset < half, ranks * half + offset, (2 * cp_size - 2 - ranks) * half + offset)
     return begin + (torch.where(segment == bounds.numel() - 2, in_turn, zigzag) if is_packed else zigzag)
 
 
-class Problem(IntEnum):
-    """Why a segment cannot be replayed."""
-
-    NONE = 0
-    NO_SAMPLE = 1  # its first token begins no sample
-    LEFT = 2  # it leaves a sample in the middle
-    MORE = 3  # more follows a whole sample than one token, and it is no padding
-    CONTINUES = 4  # what may be padding is also how another sample goes on
-    STARTS = 5  # with and without its first tokens it is a sample: they may be padding
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Located:
-    """The sample of each segment, [S] int64 each.
+class Located(NamedTuple):
+    """The sample of each segment: [S] int64 each, or numbers of one segment.
 
     Args:
-        row: of the segment's first token; meaningless where count is 0.
-        start: positions of padding before it.
-        count: tokens whose rows follow one another from `row`.
-        live: 1: one more token follows a whole sample.
-        problem: see `Problem`.
-        rivals: 1: several samples have this prefix, and end here or not as the first of them does.
-        at: where the last key stands, among the index's `end_keys` if the sample is `whole`, else `keys`.
-        whole: 1: the sample ends with these tokens.
-        strong: a token that stands in several places of padding in order, -1: there is none; it must be the padding token.
-        weak: a token that may be padding, if it is the padding token elsewhere; -1: there is none.
-        single: one token after a whole sample, padding or appended; -1: there is none.
-        excluded: a token that must not be the padding token, for it begins the sample; -1: there is none.
-        disputed: a token that must not be the padding token, which must be known: another sample ends before it; -1.
+        start: positions of padding before the sequence.
+        count: tokens that are the beginning of a sample.
+        entry: the index's entry of the last of them; meaningless where count is 0.
+        extra: tokens after them that cannot be padding.
+        padding: tokens after these that may be padding, in a segment whose length is not known.
+        num_ends: samples that end at the last known token, or before it where padding may begin.
+        is_explained: 1: each token is known, one more after a whole sample, or may be padding.
+        other_starts: 1: with other padding on the left, the segment holds a sample as well.
+        first, after, last: the first token, the first after the known ones, and the last before the segment's stop.
+        at: the flat position after the known tokens, by rank: rank * n + local position.
     """
 
-    row: Tensor
-    start: Tensor
-    count: Tensor
-    live: Tensor
-    problem: Tensor
-    rivals: Tensor
-    at: Tensor
-    whole: Tensor
-    strong: Tensor
-    weak: Tensor
-    single: Tensor
-    excluded: Tensor
-    disputed: Tensor
+    start: Any
+    count: Any
+    entry: Any
+    extra: Any
+    padding: Any
+    num_ends: Any
+    is_explained: Any
+    other_starts: Any
+    first: Any
+    after: Any
+    last: Any
+    at: Any
 
-    def rows(self, places: Places) -> tuple[Tensor, Tensor]:
-        """Return the trace row of each flat position, -1: none, and whether it is padding; [total] each."""
-        at = torch.arange(places.flat.numel(), device=self.row.device)
+    @property
+    def is_whole(self) -> Any:
+        """1: the known tokens are all of a sample."""
+        return (self.count > 0) & self.entry & 1
+
+    @property
+    def has_rivals(self) -> Any:
+        """1: several samples begin with these tokens, and end here or not as the first of them does."""
+        return (self.count > 0) & (self.entry >> 1) & 1
+
+    @property
+    def is_single(self) -> Any:
+        """1: one token that may be padding follows a whole sample, or was appended to it."""
+        return self.is_whole * (self.extra == 0) * (self.padding == 1)
+
+    @property
+    def row(self) -> Any:
+        """The trace row of the first known token."""
+        return (self.entry >> 2) - self.count + 1
+
+    def segments(self) -> list[Located]:
+        """Return the numbers of each segment; on a GPU, this waits for the device."""
+        return [Located(*each) for each in torch.stack(list(self), 1).tolist()]
+
+    def rows(self, places: Places, live: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the trace row of each flat position, -1: none, and whether it is padding; [total] each.
+
+        Args:
+            places: where the segments stand; of a later pipeline stage, in another layout than that of the tokens.
+            live: [S], tokens after the known ones that are routed live.
+
+        Returns:
+            The rows, and padding; None: no position has padding, nor a row of -1.
+        """
         segment, first = places.segments(), places.begin + self.start
-        offset = at - first[segment]
-        has_row = (offset >= 0) & (offset < self.count[segment])
-        rows = torch.where(has_row, (self.row - first)[segment] + at, -1)
-        return rows, (offset < 0) | (offset >= (self.count + self.live)[segment])
+        tail, on_host = first + self.count, segment.device.type == "cpu"
+        at = torch.arange(segment.numel(), device=segment.device)
+
+        def spread(values: Tensor) -> Tensor:
+            return values.index_select(0, segment)
+
+        rows = at + spread(self.row - first)
+        if on_host and int(self.count.sum()) == rows.numel():
+            return rows, None
+        padding = no_row = at >= spread(tail)
+        if not on_host or bool(live.any()):
+            padding = at >= spread(tail + live)
+        if not on_host or bool(self.start.any()):
+            before = at < spread(first)
+            padding, no_row = padding | before, no_row | before
+        return rows.masked_fill_(no_row, -1), padding
 
 
 def locate(index: PrefixIndex, tokens: Tensor, places: Places, *, padding_token_ids: Tensor | None = None) -> Located:
@@ -397,18 +449,17 @@ def locate(index: PrefixIndex, tokens: Tensor, places: Places, *, padding_token_
         tokens: [total] integers in flat order, on the index's device.
         padding_token_ids: [n] integers, the only tokens that padding may hold; None: not declared, so padding is one token.
     """
-    tokens = tokens.to(torch.int64)
     search = _Search(index, tokens, places, padding_token_ids)
     zero = torch.zeros_like(places.begin)
     if places.start is not None or not places.padded_left:
-        return search.from_start((zero if places.start is None else places.start).unsqueeze(0))
-    if tokens.device.type == "cpu" and not index.may_lose_a_run:
-        located = search.from_start(zero.unsqueeze(0))
-        if not bool((located.problem != 0).any()):
+        return search.locate((zero if places.start is None else places.start).unsqueeze(0))
+    if search.on_host and not index.may_lose_a_run:
+        located = search.locate(zero.unsqueeze(0))
+        if bool(located.is_explained.all()):
             return located
-    run = search.leading_runs()
-    starts = [zero, run, *((run - known).clamp(min=0) for known in index.first_runs[:8])]
-    return search.from_start(torch.stack(starts))
+    run = search.runs.leading(places.begin, places.end)
+    starts = [zero, run, *((run - known).clamp(min=0) for known in index.start_runs)]
+    return search.locate(torch.stack(starts))
 
 
 def cut_samples(
@@ -418,220 +469,169 @@ def cut_samples(
 
     Args:
         tokens, places: as for `locate`.
-        padding_token_ids: [n] integers, what padding holds; None: not declared.
+        padding_token_ids: [n] integers, the tokens of padding; None: not declared.
     """
-    start = places.begin if places.start is None else places.begin + places.start
-    stop = torch.minimum(places.begin + places.limit, places.end)
-    is_bounded = places.limit < FAR
-    search = _Search(PrefixIndex(tokens[:0], []), tokens, places, padding_token_ids)
-    trailing = search.trailing_starts()
-    run = search.leading_runs() if places.padded_left and places.start is None else torch.zeros_like(start)
-    if padding_token_ids is not None:
-        start = torch.where(is_bounded, start, start + run)
-        stop = torch.where(is_bounded, stop, torch.maximum(trailing, start))
-        return start, stop, torch.zeros_like(is_bounded)
-    return start, stop, ~is_bounded & ((stop - trailing > 1) | (run > 1))
+    runs, stop = _Runs(_never_empty(tokens), padding_token_ids), places.stop
+    padding_from = runs.trailing(places.begin, stop)
+    run = torch.zeros_like(stop)
+    if places.padded_left and places.start is None:
+        run = runs.leading(places.begin, places.end)
+    start = places.begin + (0 if places.start is None else places.start)
+    is_bounded = torch.zeros_like(stop, dtype=torch.bool) if places.is_bounded is None else places.is_bounded
+    if padding_token_ids is None:
+        return start, stop, ~is_bounded & ((stop - padding_from > 1) | (run > 1))
+    start = torch.where(is_bounded, start, start + run)
+    stop = torch.where(is_bounded, stop, torch.maximum(padding_from, start))
+    return start, stop, torch.zeros_like(is_bounded)
+
+
+def _never_empty(tokens: Tensor) -> Tensor:
+    """Return the tokens, or one of a forward without any: its segments are empty and look at none."""
+    return tokens.to(torch.int64) if tokens.numel() else torch.full((1,), -1, device=tokens.device)
+
+
+class _Runs:
+    """The ranges of a batch that padding may fill: declared tokens, or one token in a row.
+
+    Args:
+        tokens: [n] int64, n > 0.
+        declared: [k] integers; None: padding is one token.
+    """
+
+    def __init__(self, tokens: Tensor, declared: Tensor | None) -> None:
+        # Before each position, tokens that are no padding; or changes of token, the first token's aside.
+        self._counts = tokens.new_zeros(tokens.numel() + 1)
+        self._shift = 1 if declared is None else 0
+        ends = tokens[1:] != tokens[:-1] if declared is None else ~torch.isin(tokens, declared.to(tokens.device))
+        torch.cumsum(ends, 0, out=self._counts[1 + self._shift :])
+
+    def trailing(self, begin: Tensor, stop: Tensor) -> Tensor:
+        """Return the flat position from which all tokens before `stop` may be padding, not below `begin`."""
+        return torch.maximum(torch.searchsorted(self._counts, self._counts.take(stop)) - self._shift, begin)
+
+    def leading(self, begin: Tensor, end: Tensor) -> Tensor:
+        """Return how many tokens from `begin` on may be padding; 0 where all up to `end` may be."""
+        here = (begin + self._shift).clamp_(max=self._counts.numel() - 1)
+        past = torch.searchsorted(self._counts, self._counts.take(here), right=True) - 1
+        return torch.where(past >= end, 0, past - begin)
 
 
 class _Search:
-    """One call of `locate`: the cumulative sums that every candidate shares."""
+    """One call of `locate`: the sums and runs that every candidate shares."""
 
     def __init__(self, index: PrefixIndex, tokens: Tensor, places: Places, padding: Tensor | None) -> None:
-        self.index, self.tokens, self.places = index, tokens, places
-        self.begin, self.end = places.begin, places.end
-        self.stop = torch.minimum(places.begin + places.limit, places.end)
-        self.is_bounded = places.limit < FAR
-        self.total = tokens.numel()
-        self.declared = padding is not None
-        if padding is not None:
-            # Tokens that are no padding, before each position.
-            self.breaks = _sums(~torch.isin(tokens, padding.to(tokens.device, torch.int64)))
-        else:
-            # Changes of token up to each position.
-            self.breaks = torch.nn.functional.pad((tokens[1:] != tokens[:-1]).cumsum(0), (1, 0))[: max(self.total, 1)]
+        self._index, self._places, self._padding = index, places, padding
+        self._tokens = _never_empty(tokens)
+        self._sums = _PrefixSums(self._tokens)
+        self.on_host = self._tokens.device.type == "cpu"
 
-    def at(self, positions: Tensor) -> Tensor:
-        """Return the tokens at flat positions, which are clamped into the row."""
-        if not self.total:
-            return torch.full_like(positions, -1)
-        return self.tokens[positions.clamp(0, self.total - 1)]
+    @cached_property
+    def runs(self) -> _Runs:
+        """The ranges that padding may fill."""
+        return _Runs(self._tokens, self._padding)
 
-    def _break(self, positions: Tensor) -> Tensor:
-        return self.breaks[positions.clamp(0, self.breaks.numel() - 1)]
-
-    def is_padding(self, begin: Tensor, end: Tensor) -> Tensor:
-        """Return whether [begin, end) may be padding: declared tokens, or one token everywhere. True where it is empty."""
-        if self.declared:
-            return self._break(end) <= self._break(begin)
-        return self._break(end - 1) <= self._break(begin)
-
-    def leading_runs(self) -> Tensor:
-        """Return how many tokens at each segment's begin may be padding, [S]; 0 where all of it may be."""
-        if self.declared:
-            past = torch.searchsorted(self.breaks, self._break(self.begin), right=True) - 1
-        else:
-            past = torch.searchsorted(self.breaks, self._break(self.begin), right=True)
-        run = torch.minimum(past, self.end) - self.begin
-        return torch.where(past >= self.end, 0, run)
-
-    def trailing_starts(self) -> Tensor:
-        """Return from which flat position on a segment's tokens may be padding up to its end, [S]."""
-        last = self._break(self.stop if self.declared else self.stop - 1)
-        return torch.maximum(torch.searchsorted(self.breaks, last), self.begin)
-
-    def from_start(self, starts: Tensor) -> Located:
+    def locate(self, starts: Tensor) -> Located:
         """Return the best of several candidates, [C, S] positions of padding on the left of each segment."""
-        begin = torch.minimum(self.begin + starts, self.stop)
-        sums = self._key_sums(begin)
-        row_of_sums = torch.arange(starts.shape[0], device=begin.device).unsqueeze(1) * sums.shape[1]
-        sums, base = sums.view(-1), row_of_sums + begin
-        before = sums[base]
-        count = self._count_known(sums, base, before, self.stop - begin)
-        key = sums[base + count] - before
-        at, whole = _find(self.index.end_keys, key)
-        whole = whole & (count > 0)
-        at = torch.where(whole, at, self.index.find(key)[0])
-        row = self.index.rows_of(at, whole) - count + 1
-        problem, disputed = torch.zeros_like(count), torch.full_like(count, -1)
-        if self.index.previous_end is not None:
-            first = self.trailing_starts() - begin  # a shorter sample with padding after it has as many tokens, or more
-            is_open = self._may_end_earlier(row, count, first)
-            if self.declared:
-                found = self._take_shorter(is_open, first, count, at, whole, row, sums, base, before)
-                count, at, whole, row, problem = found
-            else:
-                disputed = torch.where(is_open, self.at(self.stop - 1), -1)
-        columns = self._judge_tail(starts, begin, count, whole, problem)
-        rivals = self._has_rivals(at, whole) & (count > 0)
-        columns |= {"row": row, "start": begin - self.begin, "count": count, "at": at, "whole": whole, "rivals": rivals}
-        columns |= {"excluded": torch.full_like(count, -1), "disputed": disputed}
-        if starts.shape[0] > 1:
-            columns = self._best(begin, columns)
-        return Located(**{name: values[0].to(torch.int64) for name, values in columns.items()})
+        places, stop = self._places, self._places.stop
+        first = torch.minimum(places.begin + starts, stop)
+        origin = self._sums.origin(first)
+        if (located := self._locate_known(first, origin)) is not None:
+            return located
+        padding_from = self.runs.trailing(places.begin, stop)
+        if places.is_bounded is not None:
+            padding_from = torch.where(places.is_bounded, stop, padding_from)
+        tail, num_ends = self._find_tail(first, origin, padding_from)
+        entry, _ = self._index.find(self._sums.keys(origin, tail))
+        count, extra = tail - first, (padding_from - tail).clamp_(min=0)
+        padding, is_known = stop - torch.maximum(padding_from, tail), count > 0
+        before, last = self._token(places.begin), self._token(stop - 1)
+        is_explained = (extra <= (entry & is_known)) & (is_known | (starts == 0))
+        if self._padding is not None and self._index.has_nested_samples:
+            is_explained &= num_ends <= 1
+        if self._padding is None and starts.shape[0] > 1:  # both sides are padded with one token
+            is_explained &= (starts == 0) | (padding == 0) | (last == before)
+        found = Located(
+            start=first - places.begin,
+            count=count,
+            entry=entry.long(),
+            extra=extra,
+            padding=padding,
+            num_ends=num_ends,
+            is_explained=is_explained.long(),
+            other_starts=torch.zeros_like(count),
+            first=before.expand_as(first),
+            after=self._token(tail),
+            last=last.expand_as(first),
+            at=places.by_rank(torch.minimum(tail, stop - 1).clamp_(min=0)),
+        )
+        return _best(found) if starts.shape[0] > 1 else Located(*(each[0] for each in found))
 
-    def _key_sums(self, begin: Tensor) -> Tensor:
-        """Return the cumulative sums of the mixed tokens, counted from each candidate's begin, [C, total + 1]."""
-        at = torch.arange(self.total, device=begin.device)
-        # Terms before a begin have negative positions; differences of sums from the begin on never contain them.
-        return _sums(mix(self.tokens, at - begin[:, self.places.segments()]))
+    def _token(self, at: Tensor) -> Tensor:
+        return self._tokens.take(at.clamp(0, self._tokens.numel() - 1))
 
-    def _count_known(self, sums: Tensor, base: Tensor, before: Tensor, length: Tensor) -> Tensor:
-        """Return how many tokens from each begin on are the beginning of a sample: a prefix of a known one is known."""
-        low, high = torch.zeros_like(length), length.clamp(min=0)
-        ways = torch.arange(1, _WAYS + 1, device=length.device)
-        size = self.places.longest
-        while size > 0:
-            step = (high - low + _WAYS - 1) // _WAYS
-            probes = torch.minimum(low.unsqueeze(-1) + step.unsqueeze(-1) * ways, high.unsqueeze(-1))
-            _, known = self.index.find(sums[base.unsqueeze(-1) + probes] - before.unsqueeze(-1))
-            # A probe of no token is known; the first unknown one ends the count.
-            number = (known | (probes == 0)).to(torch.int8).cummin(-1).values.sum(-1)
-            high, low = torch.minimum(low + step * (number + 1) - 1, high), torch.minimum(low + step * number, high)
-            high = torch.maximum(high, low)
-            size = -(-size // _WAYS) - 1
-        return low
+    def _locate_known(self, first: Tensor, origin: tuple[Tensor, Tensor]) -> Located | None:
+        """Return the samples if the host can see that all tokens are known: then nothing else has to be judged."""
+        places, stop = self._places, self._places.stop
+        if not self.on_host or first.shape[0] > 1:
+            return None
+        if self._index.has_nested_samples and (places.is_bounded is None or not bool(places.is_bounded.all())):
+            return None  # a shorter sample may end where padding begins
+        entry, found = self._index.find(self._sums.keys(origin, stop))
+        if not bool((found | (first == stop)).all()):
+            return None
+        zero, at = torch.zeros_like(stop), places.by_rank((stop - 1).clamp_(min=0))
+        start, count = (first - places.begin)[0], (stop - first)[0]
+        return Located(start, count, entry[0].long(), zero, zero, zero, zero + 1, zero, zero, zero, zero, at)
 
-    def _may_end_earlier(self, row: Tensor, count: Tensor, first: Tensor) -> Tensor:
-        """Return whether a shorter sample ends where padding may begin: [5, 6, 7] + 0 beside [5, 6, 7, 0, 9]."""
-        previous = self._num_before(row, count)
-        return ~self.is_bounded & (count > 0) & (previous > 0) & (previous >= first)
+    def _find_tail(self, first: Tensor, origin: tuple[Tensor, Tensor], padding_from: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the flat position after the known tokens, and how many samples end there or before it in padding; [C, S].
 
-    def _num_before(self, row: Tensor, count: Tensor) -> Tensor:
-        """Return the length of the longest sample that these tokens begin with, and that is shorter; 0: there is none."""
-        assert self.index.previous_end is not None, "called for such traces alone"
-        last = (row + count - 1).clamp(0, self.index.previous_end.numel() - 1)
-        return self.index.previous_end[last].to(torch.int64) + 1
+        What is known is monotone: a prefix of a known prefix is known. So on the CPU a few lookups where a sample is likely
+        to end decide most segments, and all positions of the others are looked up; on a GPU, of all.
+        """
+        stop, tail, is_open = self._places.stop, first, None
+        if self.on_host:
+            likely = (padding_from, padding_from + 1, padding_from + 2, stop - 1, stop)
+            least, most = (first + 1).unsqueeze(-1), stop.unsqueeze(-1)
+            probes = torch.stack([each.expand_as(first) for each in likely], -1)
+            probes = torch.cat([least, probes], -1).maximum(least).minimum(most)
+            _, found = self._index.find(self._sums.keys((origin[0].unsqueeze(-1), origin[1].unsqueeze(-1)), probes))
+            tail = torch.where(found, probes, least - 1).amax(-1)
+            unknown = torch.where(found, most + 1, probes).amin(-1)
+            is_open = unknown > tail + 1
+            if self._index.has_nested_samples:
+                is_open |= padding_from < tail
+            if not bool(is_open.any()):
+                return tail, torch.zeros_like(tail)
+        segment = self._places.segments()
+        at = torch.arange(segment.numel(), device=segment.device)
+        if is_open is not None:
+            at = is_open.any(0).index_select(0, segment).nonzero().squeeze(1)
+            segment = segment[at]
 
-    def _take_shorter(
-        self,
-        is_open: Tensor,
-        first: Tensor,
-        count: Tensor,
-        at: Tensor,
-        whole: Tensor,
-        row: Tensor,
-        sums: Tensor,
-        base: Tensor,
-        before: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Take the shorter sample where a declared token decides: the longer one does not end with these tokens as well."""
-        takes = is_open & ~whole
-        shorter = torch.where(takes, self._num_before(row, count), count)
-        found, _ = _find(self.index.end_keys, sums[base + shorter] - before)
-        at, is_whole = torch.where(takes, found, at), whole | takes
-        row = torch.where(takes, self.index.rows_of(found, is_whole) - shorter + 1, row)
-        again = takes & self._may_end_earlier(row, shorter, first)
-        return shorter, at, is_whole, row, torch.where(again | (is_open & whole), int(Problem.CONTINUES), 0)
+        def spread(values: Tensor) -> Tensor:
+            return values.index_select(-1, segment)
 
-    def _judge_tail(
-        self, starts: Tensor, begin: Tensor, count: Tensor, whole: Tensor, problem: Tensor
-    ) -> dict[str, Tensor]:
-        """Say what stands after the known tokens, and before the first."""
-        stop, tail = self.stop, begin + count
-        rest = stop - tail
-        known = count > 0
-        nothing = torch.full_like(count, -1)
-        if rest.device.type == "cpu" and not bool(((rest > 0) | (starts > 0)).any()):  # no padding, and no other tokens
-            is_read = known | (stop <= self.begin)
-            problem = torch.where(is_read, problem, int(Problem.NO_SAMPLE))
-            return {"live": known & False, "problem": problem, "strong": nothing, "weak": nothing, "single": nothing}
-        in_bound = self.is_bounded & (rest > 0)
-        all_padding, but_one = self.is_padding(tail, stop), self.is_padding(tail + 1, stop)
-        alone = ~known & all_padding & ~in_bound & (starts == 0)
-        is_single = whole & (rest == 1)
-        live = whole & (is_single | (~in_bound & but_one & ~(all_padding & (rest > 1))))
-        if self.declared:
-            live &= ~(all_padding & ~in_bound)
-        live &= rest > 0
-        explained = (rest <= 0) & (known | (stop <= self.begin))
-        explained |= live | alone | (known & all_padding & ~in_bound)
-        why = torch.where(whole, int(Problem.MORE), int(Problem.LEFT))
-        why = torch.where(known, why, int(Problem.NO_SAMPLE))
-        problem = torch.where(explained, problem, why)
-        strong = weak = single = nothing
-        if not self.declared:
-            is_open = explained & ~self.is_bounded & (rest > 0)
-            padding, number = self.at(stop - 1), rest - live.to(torch.int64)
-            is_strong = is_open & (number > 1) & (whole | alone)
-            is_weak = is_open & (number > 0) & ~is_strong
-            strong, weak = torch.where(is_strong, padding, -1), torch.where(is_weak, padding, -1)
-            single = torch.where(is_open & is_single & live, padding, -1)
-            if self.places.padded_left and self.places.start is None:
-                led, leads = self.at(self.begin), explained & (begin > self.begin)
-                long = leads & (begin - self.begin > 1)
-                # Both sides are padded with one token, or it is none.
-                clash = leads & (((strong >= 0) & (strong != led)) | ((weak >= 0) & (weak != led)))
-                problem = torch.where(clash, int(Problem.NO_SAMPLE), problem)
-                strong = torch.where(long & ~clash, led, strong)
-                weak = torch.where(leads & ~long & ~clash & (strong < 0), led, weak)
-        return {"live": live, "problem": problem, "strong": strong, "weak": weak, "single": single}
+        end, zeros = at + 1, torch.zeros_like(first)
+        entry, found = self._index.find(self._sums.keys((spread(origin[0]), spread(origin[1])), end))
+        found &= (at >= spread(first)) & (at < spread(stop))
+        known = first + zeros.index_add(1, segment, found.long())
+        tail = known if is_open is None else torch.where(is_open, known, tail)
+        if not self._index.has_nested_samples:
+            return tail, zeros
+        is_end = (found & (entry & 1) & (end >= spread(padding_from))).long()
+        num_ends = zeros.index_add(1, segment, is_end)
+        if self._padding is not None:  # a declared token decides: what follows the only sample that ends is padding
+            tail = torch.where(num_ends == 1, zeros.index_add(1, segment, is_end * end), tail)
+        return tail, num_ends
 
-    def _has_rivals(self, at: Tensor, whole: Tensor) -> Tensor:
-        """Return whether the next entry has the same key: of whole samples two that end here, else two that go on."""
 
-        def repeats(keys: Tensor) -> Tensor:
-            if keys.numel() < 2:
-                return torch.zeros_like(whole)
-            here = at.clamp(max=keys.numel() - 2)
-            return (keys[here] == keys[here + 1]) & (at < keys.numel() - 1)
-
-        return torch.where(whole, repeats(self.index.end_keys), repeats(self.index.keys))
-
-    def _best(self, begin: Tensor, columns: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the best candidate of each segment, as one: explained, then without padding before it, then the longest."""
-        is_explained, known = columns["problem"] == 0, columns["count"] > 0
-        fits = is_explained & known
-        score = columns["count"] + FAR * is_explained + (FAR // 2) * (columns["start"] == 0) * is_explained
-        best = score.argmax(0, keepdim=True)
-        chosen = {name: values.gather(0, best) for name, values in columns.items()}
-        # Another begin that fits as well: then the tokens between may be padding, or the beginning of a sample.
-        rival = fits & (columns["start"] != chosen["start"])
-        doubtful = rival.any(0, keepdim=True) & (chosen["problem"] == 0) & (chosen["count"] > 0)
-        if self.declared:
-            led = self.is_padding(self.begin, self.begin + 1).unsqueeze(0)
-            certain = doubtful & led
-        else:
-            certain = doubtful & (chosen["start"] > 0)
-            chosen["excluded"] = torch.where(doubtful & ~certain, self.at(self.begin).unsqueeze(0), -1)
-        chosen["problem"] = torch.where(certain, int(Problem.STARTS), chosen["problem"])
-        return chosen
+def _best(found: Located) -> Located:
+    """Return the best of [C, S] candidates, [S]: explained, then without padding before it, then the longest."""
+    start, count, is_explained = found.start, found.count, found.is_explained
+    score = count + (is_explained << 41) + ((is_explained * (start == 0)) << 40) + ((found.num_ends > 1).long() << 39)
+    best = score.argmax(0, keepdim=True)
+    chosen = Located(*(each.gather(0, best)[0] for each in found))
+    # Another start that fits as well: the tokens between may be padding, or the beginning of a sample.
+    others = (is_explained * (count > 0) * (start != chosen.start)).amax(0)
+    return chosen._replace(other_starts=others * chosen.is_explained * (chosen.count > 0))

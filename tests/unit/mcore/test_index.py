@@ -5,10 +5,10 @@ import random
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_router_replay.errors import LayoutError
-from megatron_router_replay.mcore.batches.index import FAR, Located, Places, PrefixIndex, Problem, locate
+from megatron_router_replay.mcore.batches.follow import PaddingEvidence, _Forward
+from megatron_router_replay.mcore.batches.index import Located, Places, PrefixIndex, locate
 
 Samples = list[list[int]]
 NUM_SEGMENTS = 100_000 if os.environ.get("CI_ALL") else 6_000
@@ -31,9 +31,18 @@ def find(samples: Samples, *rows: list[int], declared: list[int] | None = None, 
 def rows_of(samples: Samples, *rows: list[int], **options: object) -> tuple[list[list[int]], list[list[bool]]]:
     places = Places.padded((len(rows), len(rows[0])), device=torch.device("cpu"))
     located = find(samples, *rows, **options)  # type: ignore[arg-type]
-    assert located.problem.tolist() == [0] * len(rows)
-    found, padding = located.rows(places)
+    assert located.is_explained.tolist() == [1] * len(rows)
+    found, padding = located.rows(places, located.extra)
+    padding = torch.zeros_like(found, dtype=torch.bool) if padding is None else padding
     return places.of_rank(found, 0).tolist(), places.of_rank(padding, 0).tolist()
+
+
+def shown(located: Located, at: int = 0) -> dict[str, int]:
+    """What a segment shows of the padding token: kind -> token."""
+    evidence = PaddingEvidence()
+    side = evidence.add(located.segments()[at], _Forward("here", (1, 1), True), at)
+    kinds = {name.strip("_"): next(iter(tokens)) for name, tokens in vars(evidence).items() if tokens}
+    return kinds | ({"doubt": side} if side else {})  # type: ignore[dict-item]
 
 
 A, B = [5, 6, 7], [5, 8]
@@ -56,34 +65,35 @@ def test_whole_samples_and_padding(row: list[int], expected: list[int]) -> None:
 
 def test_cut_on_the_right_takes_the_first_sample_that_begins_so() -> None:
     located = find([A, B], [5])
-    assert (located.row.tolist(), located.count.tolist(), located.rivals.tolist()) == ([0], [1], [1])
+    assert (located.row.tolist(), located.count.tolist(), located.has_rivals.tolist()) == ([0], [1], [1])
     assert rows_of([A, B], [5, 6]) == ([[0, 1]], [[False, False]])
 
 
 def test_one_token_more_is_live_and_not_padding() -> None:
     assert rows_of([A, B], [5, 8, 9, 0, 0]) == ([[3, 4, -1, -1, -1]], [[False, False, False, True, True]])
     located = find([A], [5, 6, 7, 9])
-    assert (located.live.tolist(), located.single.tolist(), located.strong.tolist()) == ([1], [9], [-1])
+    # Appended or padding: only other forwards can say.
+    assert (located.extra.tolist(), located.padding.tolist(), located.is_whole.tolist()) == ([0], [1], [1])
+    assert shown(located) == {}
 
 
 @pytest.mark.parametrize(
-    ("row", "problem"),
-    [
-        ([5, 6, 7, 9, 8, 3], Problem.MORE),
-        ([5, 6, 9, 9, 7], Problem.LEFT),
-        ([6, 7, 5, 5, 6], Problem.NO_SAMPLE),
-        ([9, 9, 6, 7, 6], Problem.NO_SAMPLE),
-    ],
+    ("row", "count", "is_whole"),
+    [([5, 6, 7, 9, 8, 3], 3, 1), ([5, 6, 9, 9, 7], 2, 0), ([6, 7, 5, 5, 6], 0, 0), ([9, 9, 6, 7, 6], 0, 0)],
 )
-def test_other_tokens_are_a_problem(row: list[int], problem: Problem) -> None:
-    assert find([A, B], row).problem.tolist() == [problem]
+def test_other_tokens_are_not_explained(row: list[int], count: int, is_whole: int) -> None:
+    located = find([A, B], row)
+    assert (located.is_explained.tolist(), located.count.tolist(), located.is_whole.tolist()) == (
+        [0],
+        [count],
+        [is_whole],
+    )
 
 
 def test_padding_behind_the_beginning_of_a_sample_waits_for_proof() -> None:
-    located = find([A, B], [5, 6, 9, 9, 9])
-    assert (located.problem.tolist(), located.weak.tolist(), located.strong.tolist()) == ([0], [9], [-1])
-    assert find([A, B], [5, 6, 7, 9, 9]).strong.tolist() == [9]
-    assert find([A, B], [5, 6, 9, 9, 9], declared=[0]).problem.tolist() == [Problem.LEFT]
+    assert shown(find([A, B], [5, 6, 9, 9, 9])) == {"weak": 9}
+    assert shown(find([A, B], [5, 6, 7, 9, 9])) == {"strong": 9}
+    assert find([A, B], [5, 6, 9, 9, 9], declared=[0]).is_explained.tolist() == [0]
 
 
 def test_the_end_of_a_segment_names_the_sample() -> None:
@@ -91,19 +101,24 @@ def test_the_end_of_a_segment_names_the_sample() -> None:
     assert rows_of(turns, [1, 2, 3, 4, 7, 0, 0]) == ([[12, 13, 14, 15, 16, -1, -1]], [[False] * 5 + [True] * 2])
     assert rows_of(turns, [1, 2, 3, 4])[0] == [[2, 3, 4, 5]]
     assert rows_of(turns, [1, 2])[0] == [[0, 1]]
-    assert find(turns, [1, 2]).rivals.tolist() == [0]  # one sample ends here
-    assert find([A, A], A).rivals.tolist() == [1]
+    assert find(turns, [1, 2]).has_rivals.tolist() == [0]  # one sample ends here
+    assert find([A, A], A).has_rivals.tolist() == [1]
+    index = index_of([*turns, [1, 2], [1, 2, 3]])
+    assert index.rivals(0, 2, is_whole=True) == [0, 17]
+    assert index.rivals(0, 1, is_whole=False) == [0, 2, 6, 12, 17, 19]
+    assert index.rivals(6, 5, is_whole=False) == [6]
 
 
 def test_padding_that_continues_another_sample_is_disputed() -> None:
     samples = [[5, 6, 7], [5, 6, 7, 0, 9]]
-    assert find(samples, [5, 6, 7, 0]).disputed.tolist() == [0]
-    assert find(samples, [5, 6, 7, 0, 0]).disputed.tolist() == [0]
-    assert find(samples, [5, 6, 7, 0, 9]).disputed.tolist() == [-1]
+    assert shown(find(samples, [5, 6, 7, 0])) == {"disputed": 0}
+    assert shown(find(samples, [5, 6, 7, 0, 0])) == {"disputed": 0, "weak": 0}
+    assert shown(find(samples, [5, 6, 7, 0, 9])) == {}
     assert rows_of(samples, [5, 6, 7, 0, 0], declared=[0])[0] == [[0, 1, 2, -1, -1]]
     assert rows_of(samples, [5, 6, 7, 0, 0], mask=[0, 0, 0, 1, 1])[0] == [[0, 1, 2, -1, -1]]
     assert rows_of(samples, [5, 6, 7, 0, 1], mask=[0, 0, 0, 0, 1])[0] == [[3, 4, 5, 6, -1]]
-    assert find([A, [5, 6, 7, 0]], [5, 6, 7, 0], declared=[0]).problem.tolist() == [Problem.CONTINUES]
+    located = find([A, [5, 6, 7, 0]], [5, 6, 7, 0], declared=[0])
+    assert (located.num_ends.tolist(), located.is_explained.tolist()) == ([2], [0])
 
 
 def test_a_sample_that_begins_with_the_padding_token() -> None:
@@ -115,16 +130,20 @@ def test_a_sample_that_begins_with_the_padding_token() -> None:
 
 def test_a_beginning_that_may_be_padding_is_no_silent_choice() -> None:
     samples = [[0, 5, 6], [5, 6]]
-    assert find(samples, [0, 0, 5, 6]).problem.tolist() == [Problem.STARTS]
+    assert shown(find(samples, [0, 0, 5, 6])) == {"doubt": "before"}
     located = find(samples, [0, 5, 6])
-    assert (located.row.tolist(), located.excluded.tolist()) == ([0], [0])
-    assert find(samples, [0, 5, 6], declared=[0]).problem.tolist() == [Problem.STARTS]
+    assert (located.row.tolist(), shown(located)) == ([0], {"excluded": 0})
+    assert find(samples, [0, 5, 6], declared=[0]).other_starts.tolist() == [1]
+    assert shown(find([[0, 0, 5], [0, 5]], [0, 0, 5])) == {"excluded": 0}
+    # Nine samples begin with 1 to 9 equal tokens: all of these beginnings are tried.
+    runs = [[7] * length + [length] for length in range(1, 9)]
+    assert shown(find([*runs, [0] * 9 + [5, 6], [5, 6]], [0] * 12 + [5, 6])) == {"doubt": "before"}
     assert rows_of(samples, [0, 0, 5, 6], mask=[1, 1, 0, 0])[0] == [[-1, -1, 3, 4]]
     assert rows_of(samples, [0, 0, 5, 6], mask=[1, 0, 0, 0])[0] == [[-1, 0, 1, 2]]
 
 
 def test_within_a_known_length_no_token_is_padding() -> None:
-    assert find([A], [5, 6, 7, 0, 0, 0], mask=[0, 0, 0, 0, 0, 1]).problem.tolist() == [Problem.MORE]
+    assert find([A], [5, 6, 7, 0, 0, 0], mask=[0, 0, 0, 0, 0, 1]).is_explained.tolist() == [0]
     assert rows_of([A], [5, 6, 7, 0, 3, 9], mask=[0, 0, 0, 0, 1, 1]) == (
         [[0, 1, 2, -1, -1, -1]],
         [[False, False, False, False, True, True]],
@@ -136,12 +155,12 @@ def test_within_a_known_length_no_token_is_padding() -> None:
 def test_packed_sequences_with_and_without_known_lengths() -> None:
     samples, tokens = [A, B], torch.tensor([5, 6, 7, 0, 5, 8, 0, 0, 0, 0])
     cu_seqlens = torch.tensor([0, 4, 8])
-    for unpadded, strong in ((None, [-1, 0, -1]), (cu_seqlens, [-1, 0, -1]), (torch.tensor([0, 3, 5]), [-1, -1, -1])):
+    for unpadded, strong in ((None, {"strong": 0}), (cu_seqlens, {"strong": 0}), (torch.tensor([0, 3, 5]), {})):
         places = Places.packed((1, 10), cu_seqlens, unpadded=unpadded)
         located = locate(index_of(samples), tokens, places)
-        assert located.rows(places)[0].tolist() == [0, 1, 2, -1, 3, 4, -1, -1, -1, -1]
-        assert located.strong.tolist() == strong
-        assert located.problem.tolist() == [0, 0, 0]
+        assert located.rows(places, located.extra)[0].tolist() == [0, 1, 2, -1, 3, 4, -1, -1, -1, -1]
+        assert [shown(located, at) for at in range(3)] == [{}, strong, {}]
+        assert located.is_explained.tolist() == [1, 1, 1]
 
 
 def test_restarts_of_positions_are_segments() -> None:
@@ -151,7 +170,7 @@ def test_restarts_of_positions_are_segments() -> None:
     cut = places.cut(positions.flatten())
     assert cut.begin.tolist() == [0, 3, 5, 6, 8, 11]
     located = locate(index_of([A, B]), tokens.flatten(), cut)
-    assert located.rows(cut)[0].view(2, 6).tolist() == [[0, 1, 2, 3, 4, -1], [-1, -1, 0, 1, 2, -1]]
+    assert located.rows(cut, located.extra)[0].view(2, 6).tolist() == [[0, 1, 2, 3, 4, -1], [-1, -1, 0, 1, 2, -1]]
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
@@ -171,7 +190,10 @@ def test_ranks_of_context_parallelism_hold_what_the_split_gives_them(
         places = Places.padded(shape, device=torch.device("cpu"), **options)  # type: ignore[arg-type]
     else:
         places = Places.packed(shape, cu_seqlens, **options)  # type: ignore[arg-type]
-    assert places.flat.tolist() == [part.flatten().tolist() for part in parts]
+    if cp_size > 1:
+        assert places.flat is not None
+        assert places.flat.tolist() == [part.flatten().tolist() for part in parts]
+        assert places.by_rank(places.flat[1, 3:5]).tolist() == [parts[1].numel() + 3, parts[1].numel() + 4]
     joined = places.in_order(torch.stack([part.flatten() for part in parts]))
     assert joined.tolist() == list(range(flat.numel()))
     assert torch.equal(places.of_rank(joined, cp_size - 1), parts[-1])
@@ -184,8 +206,8 @@ def test_cu_seqlens_that_do_not_fit_raise() -> None:
 
 
 def test_an_empty_trace_and_empty_samples() -> None:
-    assert find([], [1, 2, 3]).problem.tolist() == [Problem.NO_SAMPLE]
-    assert find([[], []], [0, 0]).problem.tolist() == [0]
+    assert find([], [1, 2, 3]).is_explained.tolist() == [0]
+    assert find([[], []], [0, 0]).is_explained.tolist() == [1]
     assert rows_of([[], A, [], [4]], [5, 6, 7, 0, 0], [4, 0, 0, 0, 0])[0] == [[0, 1, 2, -1, -1], [3, -1, -1, -1, -1]]
     assert index_of([[], A, [], [4]]).name(3) == (3, 0)
 
@@ -237,13 +259,13 @@ def random_segment(rng: random.Random, samples: Samples) -> list[int]:
 def check(samples: Samples, segment: list[int], located: Located, at: int, **how: object) -> str:
     """Compare with the readings; every row has the token prefix of its position."""
     possible = readings(segment, samples, **how)  # type: ignore[arg-type]
-    start, count, live = int(located.start[at]), int(located.count[at]), int(located.live[at])
-    problem, whole, row = int(located.problem[at]), bool(located.whole[at]), int(located.row[at])
+    found = located.segments()[at]
+    start, count, live, whole, row = found.start, found.count, found.extra, bool(found.is_whole), found.row
     if not possible:
-        assert problem, (samples, segment, how)
+        assert not found.is_explained, (samples, segment, how)
         return "raised"
-    if problem:
-        assert problem in (Problem.STARTS, Problem.CONTINUES), (samples, segment, how, problem)
+    if not found.is_explained or found.other_starts:
+        assert found.other_starts or found.num_ends > 1, (samples, segment, how, found)
         assert len(possible) > 1, (samples, segment, how, possible)
         return "raised"
     assert (start, count, live, whole and count > 0) in possible, (samples, segment, how, start, count, live, whole)
@@ -302,15 +324,8 @@ def test_long_segments_and_a_large_trace() -> None:
     index, bounds = PrefixIndex(tokens, lengths), torch.tensor([0, *lengths]).cumsum(0)
     places = Places.packed((1, tokens.numel()), bounds)
     located = locate(index, tokens, places)
-    assert torch.equal(located.rows(places)[0], torch.arange(tokens.numel()))
+    assert torch.equal(located.rows(places, located.extra)[0], torch.arange(tokens.numel()))
     for cut in (1, 31, 32, 33, 4999):
         places = Places.padded((1, cut), device=torch.device("cpu"))
-        assert locate(index, tokens[:cut], places).rows(places)[0].tolist() == list(range(cut))
-
-
-def flat_tokens(samples: Samples) -> Tensor:
-    return torch.tensor([token for sample in samples for token in sample])
-
-
-def test_an_unknown_length_is_far() -> None:
-    assert Places.padded((1, 4), device=torch.device("cpu")).limit.tolist() == [FAR]
+        located = locate(index, tokens[:cut], places)
+        assert located.rows(places, located.extra)[0].tolist() == list(range(cut))
