@@ -238,8 +238,7 @@ def told(experts: int, microbatches: list[tuple[int, Tensor, Tensor]], layout: s
 def judged(ranks: list[Agreement]) -> tuple[Any, bool]:
     """Return the sums of a session's ranks, and whether it raises."""
     everyone = [rank.numbers() for rank in ranks]
-    (group,) = agreement._groups(everyone, LEAST)
-    return group, bool(agreement.problems(everyone, LEAST))
+    return agreement._add_up_ranks(everyone, LEAST), bool(agreement.judge(everyone, LEAST)[0])
 
 
 TAIL = 20.0
@@ -253,18 +252,19 @@ def low_evidence(ranks: list[Agreement]) -> list[float]:
         return (rows >= LEAST_ROWS) & (evidence >= TAIL) & (shared < LEAST * most)
 
     total: Any = 0.0
-    whole_sums: Any = 0.0
+    of_samples: Any = 0.0
     for rank in ranks:
         (call,) = rank._calls
-        rows, shared, missed, evidence = call.units.double().numpy().T
-        whole, sequence = call.whole.double().numpy(), call.sequence.numpy()
-        low = np.zeros(len(whole))
+        sequence, sums = call.units.sequence.numpy(), call.sums.double().numpy()
+        num = call.units.num_sequences
+        rows, shared, missed, evidence = sums[num:].T
+        low = np.zeros(num)
         np.maximum.at(low, sequence, is_low(rows, shared, shared + missed, evidence) * evidence)
         total = np.maximum(total, low)
-        sums = [np.bincount(sequence, each, len(whole)) for each in (rows, shared, shared + missed)]
-        whole_sums += np.stack([*sums, whole])
+        of_samples = of_samples + sums[:num].T
     if len(ranks) > 1 and rows.max() < LEAST_ROWS:  # no window of a rank counts, but all parts of a sample together may
-        total = is_low(*whole_sums) * whole_sums[3]
+        rows, shared, missed, evidence = of_samples
+        total = is_low(rows, shared, shared + missed, evidence) * evidence
     return [float(value) for value in total]
 
 

@@ -311,9 +311,8 @@ class ReplaySession(MicrobatchSession):
 
     def _judge(self, everyone: Mapping[int, Numbers]) -> tuple[list[str], list[str]]:
         agreements = [numbers.agreement for numbers in everyone.values() if numbers.agreement]
-        problems = judge_replay(everyone, self._min_replayed) + agreement.problems(agreements, self._min_agreement)
-        warning = agreement.warning(agreements)
-        return problems, [warning] if warning else []
+        problems, warnings = agreement.judge(agreements, self._min_agreement)
+        return judge_replay(everyone, self._min_replayed) + problems, warnings
 
 
 def replay(
