@@ -258,17 +258,25 @@ class Agreement:
 
     def _units_of(self, microbatch: Microbatch, chunk: Chunk, device: torch.device) -> _Units:
         """Return the units of a micro-batch; they are kept for its other layers, or for the next one of its shape."""
-        lengths = microbatch.cu_seqlens
-        key = microbatch.shape, None if lengths is None else (chunk.index, microbatch.number)
+        starts = microbatch.cu_seqlens
+        key = microbatch.shape, None if starts is None else (chunk.index, microbatch.number)
         if self._units is None or self._units[0] != key:
-            num, sequence, of_row, window = number_windows(microbatch.shape, chunk.sequence_share, lengths, device)
+            num, sequence, of_row, window = number_windows(microbatch.shape, chunk.sequence_share, starts, device)
             keys = PAIRS * torch.stack([torch.zeros_like(of_row), of_row, num + window])
-            most = torch.full((num + len(sequence), 1, 1), PAIR_EVIDENCE)
-            most[:num] = self._pair_evidence
-            low, high = most * torch.tensor([0, -1, 0, 0]), most * torch.tensor([torch.inf, torch.inf, 1, 1])
+            # On ranks that share a sequence, a pair misses as much of 128 positions as in a window of one rank.
+            lengths = torch.zeros(num, device=of_row.device).index_add_(0, of_row, torch.ones_like(of_row).float())
+            missed = (PAIR_EVIDENCE / WINDOW * lengths).clamp(min=self._pair_evidence)
+            missed = nn.functional.pad(missed, (0, len(sequence)), value=PAIR_EVIDENCE)
+            evidence = torch.full_like(missed, PAIR_EVIDENCE)
+            evidence[:num] = self._pair_evidence
+            zero, most = torch.zeros_like(missed), torch.full_like(missed, torch.inf)
+            low, high = (
+                torch.stack(each, 1).unsqueeze(1)
+                for each in ([zero, -missed, zero, zero], [most, most, missed, evidence])
+            )
             share = torch.full((1,), 1 / max(1, len(of_row)))
             sequence, keys, low, high, share = (to_device(each, device) for each in (sequence, keys, low, high, share))
-            zeros = torch.zeros(len(most) * PAIRS, 4, device=device)
+            zeros = torch.zeros(len(missed) * PAIRS, 4, device=device)
             self._units = key, _Units(num, sequence, keys, low, high, zeros, share)
         return self._units[1]
 
