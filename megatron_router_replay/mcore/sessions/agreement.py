@@ -98,11 +98,21 @@ class LiveAgreement:
             "agreement_samples_not_judged": self.samples_not_judged if self.samples else None,
         }
 
+    def low(self) -> list[tuple[str, str, str]]:
+        """Return the layer and the sample that agree so little that a session warns, as facts of a table."""
+        number, value = min(self.judged.items(), key=lambda each: each[1], default=(0, 1.0))
+        facts = [("least layer", f"{value:.0%}", f"layer {number}: routes of older weights, or of other rows?")]
+        facts = facts if value < WARN else []
+        if self.least_sample is not None and self.least_sample < WARN:
+            place = self.least_place or "the report of its own rank names it"
+            facts.append(("least sample", f"{self.least_sample:.0%}", f"{place}: routes of other tokens?"))
+        return facts
+
     def __str__(self) -> str:
         if self.all_layers is None:
             return "the live router was compared in no row"
-        least = {"layer": min(self.judged.values(), default=None), "sample": self.least_sample}
-        parts = [f"least {name} {value:.0%}" for name, value in least.items() if value is not None]
+        least = {"layer": min(self.judged.values(), default=0), "sample": self.least_sample or 0}
+        parts = [f"least {name} {value:.0%}" for name, value in least.items() if value >= WARN]
         parts.append(f"{len(self.judged)} of {self.num_layers} layers judged")
         parts.append(f"{self.samples - self.samples_not_judged} of {self.samples} samples")
         return f"the live router agrees with {self.all_layers:.1%} of the trace's routes ({', '.join(parts)})"
