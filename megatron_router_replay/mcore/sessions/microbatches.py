@@ -7,7 +7,7 @@ close       what ran is compared with what was queued, and the ranks of a group 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Self, TypeVar
@@ -77,7 +77,6 @@ class MicrobatchSession(Session):
         self._group_check: GroupCheck | None = None
         self._verdict: GroupResult | None = None  # once it is closed in order
         self._unregistered_forwards = 0
-        self._microbatches = 0
         self._num_pauses = 0  # blocks of `paused` that are open
         self._rows = Counts()  # see `count_rows`
         self._failed = Counts()  # by message, checks that the host has not waited for
@@ -248,8 +247,7 @@ class MicrobatchSession(Session):
 
     def _on_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
         """Take note that every router of a chunk has routed this micro-batch."""
-        self._microbatches += 1
-        self._rows.add(**microbatch.counts)
+        self._count(chunk, microbatches=1, **microbatch.counts)
 
     def _may_be_unrouted(self, rows: Tensor, num_tokens: int) -> bool:
         """Check the range of rows; return whether some may be -1, True also on a GPU, unasked.
@@ -286,8 +284,9 @@ class MicrobatchSession(Session):
     @property
     def report(self) -> SessionReport:
         """What the session did so far on this rank. On a GPU, reading it waits for the device."""
-        replayed, live, padding = self._rows_counted()
-        return replace(super().report, rows_replayed=replayed, rows_live=live, rows_padding=padding)
+        first, chunks = self._first_chunks()
+        replayed, live, padding = self._rows_counted(chunks)
+        return replace(super().report, counted_at=first, rows_replayed=replayed, rows_live=live, rows_padding=padding)
 
     def close(self, *, verify: bool = True) -> None:
         if self._enabled:
@@ -309,13 +308,25 @@ class MicrobatchSession(Session):
     def _tallies(self) -> list[Counts]:
         return [*super()._tallies(), self._failed, self._rows]
 
-    def _rows_counted(self) -> list[int]:
-        """Return how many rows were replayed, live, and padding."""
-        live, padding = self._rows["live"], self._rows["padding"]
-        return [self._rows["rows"] - live - padding, live, padding]
+    def _count(self, chunk: Chunk, **counts: Tensor | int) -> None:
+        self._rows.add(**{f"{name} {chunk.index}": count for name, count in counts.items()})
+
+    def _counted(self, name: str, chunks: Sequence[Chunk]) -> int:
+        return sum(self._rows[f"{name} {chunk.index}"] for chunk in chunks)
+
+    def _rows_counted(self, chunks: Sequence[Chunk]) -> list[int]:
+        """Return how many rows of these chunks were replayed, live, and padding."""
+        rows, live, padding = (self._counted(name, chunks) for name in ("rows", "live", "padding"))
+        return [rows - live - padding, live, padding]
+
+    def _first_chunks(self) -> tuple[tuple[int, int] | None, list[Chunk]]:
+        """Return `SessionReport.counted_at`, and its chunks: later ones of a virtual pipeline have the same rows."""
+        at = {chunk.index: (chunk.replayed_routers[0].layer_number, chunk.row_sharing[0]) for chunk in self._chunks}
+        first = min(at.values(), default=None)
+        return first, [chunk for chunk in self._chunks if at[chunk.index] == first]
 
     def _num_microbatches(self) -> int:
-        return self._microbatches
+        return self._counted("microbatches", self._first_chunks()[1])
 
     def _faults(self) -> list[str]:
         problems = super()._faults() + [problem for chunk in self._chunks for problem in chunk.queue.problems()]
@@ -348,7 +359,7 @@ class MicrobatchSession(Session):
 
     def _numbers(self) -> Numbers:
         """Return what this rank tells the others at the end."""
-        replayed, live, padding = self._rows_counted()
+        replayed, live, padding = self._rows_counted(self._chunks)
         return Numbers(chunks=len(self._chunks), rows_replayed=replayed, rows_live=live, rows_padding=padding)
 
     def _judge(self, everyone: Mapping[int, Numbers]) -> tuple[list[str], list[str]]:

@@ -97,11 +97,11 @@ class ReplaySession(MicrobatchSession):
     @property
     def report(self) -> SessionReport:
         """The report of every session, and how the live router agrees."""
-        report = super().report
+        report, chunks = super().report, self._first_chunks()[1]
         return replace(
             report,
-            rows_repeated=self._rows["repeated"],
-            segments_ambiguous=self._rows["rivals"],
+            rows_repeated=self._counted("repeated", chunks),
+            segments_ambiguous=self._counted("rivals", chunks),
             agreement=None if self._agreement is None else self._agreement.report(),
         )
 
@@ -159,7 +159,7 @@ class ReplaySession(MicrobatchSession):
             kept = self._trace_of[chunk.index] = kept if moved is None else moved
         where = f"{chunk.queue.where}, micro-batch {chunk.queue.num_queued}"
         found = self._follower.find(chunk.module, inputs, kept, where)
-        self._rows.add(rivals=found.rivals)
+        self._count(chunk, rivals=found.rivals)
         tokens = None if found.tokens is None else found.tokens.to(found.rows.device, torch.int64)
         rows = RowInputs(rows=found.rows, token_ids=tokens, padding=found.padding)
         self._queue(chunk, rows, is_followed=True)
@@ -174,7 +174,7 @@ class ReplaySession(MicrobatchSession):
         unrouted = self._may_be_unrouted(rows, trace.num_tokens)
         check_padding(rows >= 0, padding, self._check)
         if not is_followed:  # a batch may well hold a sample twice, and its tokens say so
-            self._count_repeated(rows, trace.num_tokens)
+            self._count_repeated(chunk, rows, trace.num_tokens)
         view = chunk.router_view(rows)  # what this rank routes; a part of a recording has these rows alone
         live_mask = None
         if unrouted or self._any_live:  # else every row has a route
@@ -249,7 +249,7 @@ class ReplaySession(MicrobatchSession):
         )
 
     # ---- checks of one micro-batch
-    def _count_repeated(self, rows: Tensor, num_rows: int) -> None:
+    def _count_repeated(self, chunk: Chunk, rows: Tensor, num_rows: int) -> None:
         """Count the rows that a micro-batch names twice: one token is trained on the routes of another."""
         if rows.device.type == "cpu":
             named = rows.numpy().ravel()
@@ -257,7 +257,7 @@ class ReplaySession(MicrobatchSession):
             # Where a row is named last; row -1 has the last place. In numpy, whose indexing takes a third of torch's time.
             last = np.empty(num_rows + 1, dtype=positions.dtype)
             last[named] = positions
-            self._rows.add(repeated=int(np.count_nonzero((last[named] != positions) & (named >= 0))))
+            self._count(chunk, repeated=int(np.count_nonzero((last[named] != positions) & (named >= 0))))
 
     def _check_known(self, trace: RoutingTrace, rows: Tensor, routed: Tensor) -> None:
         """Check that no row is one which this trace knows nothing of, as merge_traces says: no route, and no token id."""
@@ -311,9 +311,8 @@ class ReplaySession(MicrobatchSession):
 
     def _judge(self, everyone: Mapping[int, Numbers]) -> tuple[list[str], list[str]]:
         agreements = [numbers.agreement for numbers in everyone.values() if numbers.agreement]
-        problems = judge_replay(everyone, self._min_replayed) + agreement.problems(agreements, self._min_agreement)
-        warning = agreement.warning(agreements)
-        return problems, [warning] if warning else []
+        problems, warnings = agreement.judge(agreements, self._min_agreement)
+        return judge_replay(everyone, self._min_replayed) + problems, warnings
 
 
 def replay(
