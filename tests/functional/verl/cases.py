@@ -22,7 +22,7 @@ from verl.utils.megatron.router_replay_patch import RouterReplay as VerlRouterRe
 
 import megatron_router_replay as mrr
 from megatron_router_replay.testing import ParallelSizes
-from megatron_router_replay.trainers import follow
+from megatron_router_replay.trainers import follow, token_layers
 from tests.functional.mcore.cases import as_map, left_over, moe_routers, watched
 from tests.functional.verl import packers
 from tests.functional.verl.batches import LENGTHS, as_verl, make_batch
@@ -213,6 +213,7 @@ def r2(case: Case) -> tuple[Counter[str], Counter[str]]:
     dist.broadcast_object_list(box, src=dist.get_process_group_ranks(group)[-1], group=group)
     recorded = box[0]
     assert recorded.dtype is torch.uint8
+    assert recorded.shape[2] == 6, "four layers, and the tokens' ids in two"
     routes = {
         int(token): route
         for tokens, its_routes in zip(batch.tokens, recorded.unbind(), strict=True)
@@ -265,16 +266,18 @@ def zeros_behind_the_last_generation(padded: dict[str, Tensor], rank: int) -> se
     response, width = padded["response_mask"], padded["prompts"].shape[1]
     response[3, 8:] = 0  # the last 4 of 12 tokens of the response are a tool's, and the engine never saw them
     response[3, 2:4] = 0  # an answer of a tool between two generations has routes
-    padded["routed_experts"][3, width + 7 :] = 0
+    routes, sent = padded["routed_experts"], slice(width - 2, width + 7)
+    routes[3, sent] = token_layers.add(routes[3, sent, :-2], padded["input_ids"][3, sent], sample=3)
+    routes[3, width + 7 :] = 0
     response[5] = 0
-    padded["routed_experts"][5] = 0
+    routes[5] = 0
     return {*padded["responses"][3, 7:].tolist(), *padded["input_ids"][5].tolist()}
 
 
 def lose_rows(padded: dict[str, Tensor], rank: int) -> set[int]:
     """Zeros where the engine lost the routes of two tokens of sample 1, in every layer; returns the tokens."""
     at = padded["prompts"].shape[1] + 1
-    padded["routed_experts"][1, at : at + 2] = 0
+    padded["routed_experts"][1, at : at + 2, :-2] = 0
     return set(padded["input_ids"][1, at : at + 2].tolist())
 
 
@@ -286,6 +289,24 @@ def lose_rows_of_rank_1(padded: dict[str, Tensor], rank: int) -> None:
 def shift_by_one(padded: dict[str, Tensor], rank: int) -> None:
     """The route of each token at the next one, as after a token too much in front."""
     padded["routed_experts"] = padded["routed_experts"].roll(1, dims=1)
+
+
+def exchange_samples(padded: dict[str, Tensor], rank: int) -> None:
+    padded["routed_experts"][[0, 6]] = padded["routed_experts"][[6, 0]]  # equally long prompts
+
+
+def lose_rows_on_the_way(padded: dict[str, Tensor], rank: int) -> None:
+    padded["routed_experts"][1, 8:10] = 0
+
+
+def cut_rows_on_the_way(padded: dict[str, Tensor], rank: int) -> None:
+    """The last row of a sample, which nothing trained depends on."""
+    padded["routed_experts"][1, 7 + 5 - 2] = 0
+
+
+def lose_ids(padded: dict[str, Tensor], rank: int) -> None:
+    """The agent loop's process did not add them."""
+    padded["routed_experts"] = padded["routed_experts"][:, :, :-2]
 
 
 def drop_routes(padded: dict[str, Tensor], rank: int) -> None:
