@@ -100,6 +100,8 @@ def step(folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dic
         model.get_args = lambda: arguments
         slime.init(arguments)  # --custom-megatron-init-path
         chunks = small_model.build(layout, **options)
+        if arguments.allgather_cp:
+            small_model.without_attention(chunks)
         boxes = [Box(rollout_data(i, flags.get("steps", 1))) for i in range(actor.mpu.get_data_parallel_world_size())]
         return train(actor, arguments, chunks, boxes)
 

@@ -1,18 +1,21 @@
 """Our hooks on each trainer's functions, rebuilt in a few lines: what runs in every CI, without a checkout."""
 
 import importlib
+import os
 import re
 import sys
 from functools import partial
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import schedules
 
 from megatron_router_replay.errors import PayloadError, ReplayStateError, RouterReplayError, SeamError, TraceError
 from megatron_router_replay.testing import ParallelSizes
-from megatron_router_replay.trainers import audit, follow, miles, nemo_rl, seams, skyrl, slime, token_layers
+from megatron_router_replay.trainers import follow, miles, nemo_rl, seams, skyrl, slime, token_layers
 from tests.trainers import oracle, rebuilt, small_model
 from tests.trainers.slime import Args
 from tests.trainers.stand_ins import trainer_imports
@@ -21,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("megatron")
 
 SOURCES = ["slime", "miles", "nemo_rl", "skyrl"]
 ARGS = Args(use_rollout_routing_replay=True)
+MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -51,17 +55,23 @@ def samples():
     return oracle.rollout(0)
 
 
-def passes(chunks, seen, ids, schedule, *, forward_only):
-    """Run a pass: three micro-batches of two samples, padded on the right."""
-    batches = [torch.nn.utils.rnn.pad_sequence([ids[i], ids[i + 1]], batch_first=True) for i in (2, 0, 4)]
+def passes(chunks, seen, ids, schedule, *, forward_only, packs=False):
+    """Run a pass: four micro-batches of two samples or one, padded on the right or packed."""
+    batches = [[ids[i] for i in part] for part in ((2, 3), (0, 1), (4,), (5,))]
 
     def forward_step(iterator, model):
-        tokens = next(iterator)
+        parts, params = next(iterator), None
+        tokens = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
         at = torch.arange(tokens.shape[1]).expand_as(tokens)
-        return model(input_ids=tokens, position_ids=at, attention_mask=None, labels=tokens), lambda out: (
-            out.sum(),
-            0.0,
-        )
+        if packs:
+            tokens, at = torch.cat(parts)[None], torch.cat([torch.arange(len(part)) for part in parts])[None]
+            ends = torch.tensor([0, *map(len, parts)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            longest = max(map(len, parts))
+            params = PackedSeqParams(
+                qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
+            )
+        result = model(input_ids=tokens, position_ids=at, attention_mask=None, labels=tokens, packed_seq_params=params)
+        return result, lambda out: (out.sum(), 0.0)
 
     for chunk in chunks:
         chunk.train(not forward_only)
@@ -70,7 +80,7 @@ def passes(chunks, seen, ids, schedule, *, forward_only):
             forward_step_func=forward_step,
             data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
             model=chunks if len(chunks) > 1 else chunks[0],
-            num_microbatches=3,
+            num_microbatches=4,
             seq_length=16,
             micro_batch_size=2,
             forward_only=forward_only,
@@ -166,7 +176,7 @@ def test_every_decision_is_the_rollouts(name, trainer, chunks):
     assert live["no grad"][1] > 0.9 * live["no grad"][0]
     assert log_probs["no grad"] == (138, 0)
     assert (train["train"], train["recompute"], train["live"][1]) == ((138, 0), (138, 0), 0)
-    expected = 46 / 46 if name != "nemo_rl" else 46 / 3 / 46  # NeMo-RL adds three micro-batches up
+    expected = 46 / 46 if name != "nemo_rl" else 46 / 4 / 46  # NeMo-RL adds four micro-batches up
     assert metrics["router_replay/rows_replayed"] / 46 == pytest.approx(expected)
 
 
@@ -259,22 +269,69 @@ def test_a_pass_that_drives_megatrons_replay_and_is_not_ours_raises(trainer):
         RouterReplay.global_router_replay_instances.clear()
 
 
-def test_a_planted_wrong_row_is_found_and_named(trainer, chunks, monkeypatch):
-    """The routers run live, and the rollout's routes are theirs but for one row."""
-    monkeypatch.setenv("MRR_AUDIT", "1")
-    ids, routes = samples()
-    own = [oracle.own_routes(chunks, part)[:-1] for part in ids]
-    own[3][5, 2] = torch.tensor([each for each in range(oracle.EXPERTS) if each not in own[3][5, 2]][: oracle.TOPK])
-    follow.install("slime", lambda: True, {})
-    assert isinstance(follow.active(), audit.TrainerAudit)
-    follow.active().enter(chunks, lambda: (ids, own))
-    monkeypatch.setattr(oracle, "WEIGHTS_MOVE", False)
-    with oracle.watched(chunks, {}) as seen:
-        passes(chunks, seen, samples()[0], schedules.get_forward_backward_func(), forward_only=False)
-    (found,) = follow.active().findings
-    # Layers 2 to 4 route 52 tokens, 46 of them with a route, in a forward and a recompute; ten positions are padding.
-    assert (found.right, found.wrong, found.recomputed, found.recomputed_wrong) == (137, 1, 138, 1)
-    assert found.first.startswith(f"layer 3, sample 3, position 5, token {int(ids[3][5])}: the router used experts [")
+def audit_of_live_routers(layout, options, packs):
+    """Audit routers that run live; the rollout's routes are theirs but for one row. Return the findings of two passes."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    chunks = small_model.build(layout, **options)
+    ids, _ = oracle.rollout(0)
+    used = torch.zeros(oracle.VOCAB, oracle.LAYERS, oracle.TOPK, dtype=torch.int64)
+    now = {}
+
+    def enter(index, module, args, kwargs):
+        now[index] = kwargs["input_ids"].t().reshape(-1)
+
+    def routed(index, router, args, output):
+        used[now[index], router.layer_number - 1] = output[1].nonzero()[:, 1].view(-1, oracle.TOPK)
+
+    with (
+        mock.patch.dict(os.environ, MRR_AUDIT="1"),
+        mock.patch.object(oracle, "WEIGHTS_MOVE", False),
+        oracle.process(),
+        oracle.watched(chunks, {}) as seen,
+    ):
+        follow.install("slime", lambda: True, {})
+        handles = []
+        for index, chunk in enumerate(chunks):
+            handles.append(chunk.register_forward_pre_hook(partial(enter, index), with_kwargs=True))
+            routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
+            handles += [router.register_forward_hook(partial(routed, index)) for router in routers]
+        run = partial(passes, chunks, seen, ids, schedules.get_forward_backward_func(), packs=packs)
+        run(forward_only=True)  # without samples an audit only watches
+        for handle in handles:
+            handle.remove()
+        torch.distributed.all_reduce(used)
+        routes = [used[part][:-1] for part in ids]
+        routes[3][5, 2] = (routes[3][5, 2] + 1) % oracle.EXPERTS
+        follow.active().enter(chunks, lambda: (ids, routes))
+        run(forward_only=True)
+        run(forward_only=False)
+    return oracle.FINDINGS
+
+
+AUDITED = {
+    "one rank, full": (ParallelSizes(), FULL, False),
+    "pp 2, full": (ParallelSizes(pp_size=2), FULL, True),
+    "pp 2, moe": (ParallelSizes(pp_size=2), MOE, False),
+    "pp 2, vpp 2, full": (ParallelSizes(pp_size=2, vp_size=2), FULL, False),
+    "pp 2, vpp 2, moe": (ParallelSizes(pp_size=2, vp_size=2), MOE, True),
+}
+
+
+@pytest.mark.parametrize("case", AUDITED)
+def test_a_planted_wrong_row_is_found_and_nothing_else(case, on_ranks):
+    layout, options, packs = AUDITED[case]
+    token = int(oracle.rollout(0)[0][3][5])
+    run = partial(on_ranks, layout.world_size) if layout.world_size > 1 else lambda function, *args: [function(*args)]
+    ranks = run(audit_of_live_routers, layout, options, packs)
+    for i in range(2):  # forward-only, then training
+        found = [findings[i] for findings in ranks]
+        # Three layers route 52 tokens, 46 of them with a route, in each forward and recompute.
+        assert (sum(each.right for each in found), sum(each.wrong for each in found)) == (137, 1)
+        assert (sum(each.recomputed for each in found), sum(each.recomputed_wrong for each in found)) == (138 * i, i)
+        assert sum(each.not_found for each in found) == 0
+        (first,) = [each.first for each in found if each.first]
+        assert first.startswith(f"layer 3, sample 3, position 5, token {token}: the router used experts [")
 
 
 def test_an_audit_logs_samples_that_a_replay_refuses(trainer, chunks, monkeypatch, caplog):

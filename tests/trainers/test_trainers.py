@@ -25,6 +25,7 @@ CASES = {
     "slime moe two steps": (ONE, MOE, {"steps": 2}),
     "slime tp2 full": (TP2, FULL, {}),
     "slime cp2 moe": (CP2, MOE, {}),
+    "slime cp2 contiguous moe": (CP2, MOE, {"allgather_cp": True}),
     "slime dp2 ep2 full": (EP2, FULL, {}),
     "slime pp2 full": (PP2, FULL, {}),
     "slime pp2 vpp2 moe": (VPP2, MOE, {}),

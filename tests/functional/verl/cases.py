@@ -6,15 +6,20 @@ them, and the tokens of each position are laid out here by hand.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import verl
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
@@ -28,6 +33,7 @@ from tests.functional.verl import packers
 from tests.functional.verl.batches import LENGTHS, as_verl, make_batch
 from tests.functional.verl.engines import OurEngine, StockEngine, build, engine_config, loss_function, model_config
 from tests.support.gradients import gradients
+from tests.trainers.stand_ins import trainer_imports
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
@@ -368,3 +374,50 @@ def patched_by_verl() -> str:
     with pytest.raises(mrr.RouterReplayError) as error:
         Case().engine(OurEngine, "R3")
     return str(error.value)
+
+
+ROUTES = [[[3, 1]], [[0, 2]], [[2, 1]]]
+
+
+def agent_loop(modes: list[str], as_list: bool) -> list[tuple[Tensor, Tensor]]:
+    """Run verl's own `_run_agent_loop`, with an engine's reply in place of a loop, and no store behind it.
+
+    Returns:
+        By mode, the routes that verl's postprocess gets, and those that verl lays out of it for its store.
+    """
+    with trainer_imports(str(Path(verl.__file__).parents[1]), ("verl",)):  # for what it imports and is not installed
+        from verl.experimental.agent_loop import agent_loop as module
+
+        def reply() -> Any:
+            return module.AgentLoopOutput(
+                prompt_ids=[5, 6],
+                response_ids=[7, 70_000],
+                response_mask=[1, 1],
+                metrics={},
+                routed_experts=np.array(ROUTES, dtype=np.uint8),
+            )
+
+        class Loop:
+            async def run(self, sampling_params: Any, **kwargs: Any) -> Any:
+                return [reply()] if as_list else reply()
+
+        class Worker(module.AgentLoopWorker):  # type: ignore[misc]
+            def __init__(self, mode: str) -> None:
+                megatron = SimpleNamespace(router_replay=SimpleNamespace(mode=mode))
+                rollout = SimpleNamespace(actor=SimpleNamespace(megatron=megatron), rollout=SimpleNamespace(trace={}))
+                self.config = SimpleNamespace(actor_rollout_ref=rollout, data={})
+                self.llm_client = self.tokenizer = self.processor = self.hf_model_type = None
+                self.dataset_cls = self.tools = None
+
+            async def _agent_loop_postprocess(self, output: Any, validate: Any, **kwargs: Any) -> Any:
+                return output
+
+        module._agent_loop_registry["mine"] = {}
+        module.hydra.utils.instantiate = lambda **kwargs: Loop()
+        trajectory = {"step": 0, "sample_index": 0, "rollout_n": 0, "validate": False}
+        results = []
+        for mode in modes:
+            done = asyncio.run(Worker(mode)._run_agent_loop({}, trajectory, agent_name="mine", trace=False))
+            (done,) = done if as_list else (done,)
+            results.append((torch.as_tensor(done.routed_experts), done.as_dict()["routed_experts"]))
+        return results

@@ -1,13 +1,9 @@
 """verl finds the plug-in by itself, and it takes verl's engine over only where it may."""
 
-import asyncio
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
-from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,7 +13,6 @@ from megatron_router_replay.trainers import token_layers
 from tests.functional.verl import cases
 from tests.support.workers import WorkersError
 
-ROUTES = np.array([[[3, 1]], [[0, 2]], [[2, 1]]], dtype=np.uint8)
 STOCK = "verl.workers.engine.megatron.transformer_impl.MegatronEngineWithLMHead"
 OURS = "megatron_router_replay.trainers.verl.engine.RouterReplayEngine"
 
@@ -78,42 +73,12 @@ def test_it_refuses_to_run_beside_verls_own_patch(workers_1):
     assert "apply_router_replay_patch" in message
 
 
-@pytest.mark.parametrize("mode", ["R3", "disabled"])
 @pytest.mark.parametrize("as_list", [False, True])
-def test_verls_agent_loop_adds_the_ids_of_tokens_to_routes(mode, as_list):
-    """verl's own `_run_agent_loop`, with a loop and a postprocess in place of an engine and a store."""
-    agent_loop = pytest.importorskip("verl.experimental.agent_loop.agent_loop")
-    output = agent_loop.AgentLoopOutput(
-        prompt_ids=[5, 6], response_ids=[7, 70_000], response_mask=[1, 1], metrics={}, routed_experts=ROUTES
-    )
-
-    class Loop:
-        async def run(self, sampling_params, **kwargs):
-            return [output] if as_list else output
-
-    class Worker(agent_loop.AgentLoopWorker):
-        def __init__(self):
-            megatron = SimpleNamespace(router_replay=SimpleNamespace(mode=mode))
-            actor = SimpleNamespace(actor=SimpleNamespace(megatron=megatron), rollout=SimpleNamespace(trace={}))
-            self.config = SimpleNamespace(actor_rollout_ref=actor, data={})
-            self.rollout_config = actor.rollout
-            self.llm_client = self.tokenizer = self.processor = self.hf_model_type = self.dataset_cls = self.tools = (
-                None
-            )
-
-        async def _agent_loop_postprocess(self, output, validate, **kwargs):
-            return output
-
-    agent_loop._agent_loop_registry["mine"] = {}
-    trajectory = {"step": 0, "sample_index": 0, "rollout_n": 0, "validate": False}
-    with mock.patch.object(agent_loop.hydra.utils, "instantiate", return_value=Loop()):
-        done = asyncio.run(Worker()._run_agent_loop({}, trajectory, agent_name="mine", trace=False))
-    (done,) = done if as_list else (done,)
-    if mode == "disabled":
-        assert done.routed_experts is ROUTES
-        return
+def test_verls_agent_loop_adds_the_ids_of_tokens_to_routes(as_list, workers_1):
     ids = torch.tensor([5, 6, 7, 70_000])
-    assert torch.equal(done.routed_experts, token_layers.add(torch.as_tensor(ROUTES).short(), ids, sample=0))
-    # verl's other trainer takes these fields; rows that it fills with zeros have no route.
-    rows = done.as_dict()["routed_experts"]
-    assert token_layers.remove(rows, ids, sample=0)[:, 0].tolist() == [[3, 1], [0, 2], [2, 1], [-1, -1]]
+    (((off, _), (carried, laid_out)),) = workers_1.run(cases.agent_loop, ["disabled", "R3"], as_list)
+    workers_1.close()  # its process has stand-ins
+    assert off.tolist() == cases.ROUTES
+    assert torch.equal(carried, token_layers.add(torch.tensor(cases.ROUTES).short(), ids, sample=0))
+    # Rows that verl fills with zeros have no route.
+    assert token_layers.remove(laid_out, ids, sample=0)[:, 0].tolist() == [[3, 1], [0, 2], [2, 1], [-1, -1]]
