@@ -27,6 +27,7 @@ CASES = {
     "slime cp2 moe": (CP2, MOE, {}),
     "slime cp2 contiguous moe": (CP2, MOE, {"allgather_cp": True}),
     "slime dp2 ep2 full": (EP2, FULL, {}),
+    "slime dp2 ep2 combined 1f1b": (EP2, {}, {"combined_1f1b": True}),
     "slime pp2 full": (PP2, FULL, {}),
     "slime pp2 vpp2 moe": (VPP2, MOE, {}),
     "miles": (ONE, {}, {}),
