@@ -78,7 +78,7 @@ def _add_tokens(message_log: list[dict[str, Any]], *, sample: int) -> None:
             )
     ids = torch.cat([each["token_ids"] for each in messages])
     values = token_layers.add(torch.cat([each[FIELD] for each in messages]), ids, sample=sample)
-    for each, part in zip(messages, values.split([len(each["token_ids"]) for each in messages])):
+    for each, part in zip(messages, torch.split(values, [len(each["token_ids"]) for each in messages])):
         each[FIELD] = part
 
 

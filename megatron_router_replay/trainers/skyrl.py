@@ -120,8 +120,8 @@ def _with_tokens(generator_output: Any) -> list[Any]:
                 f"MRR802: sample {i} has {len(values)} rows of routes, and its last trained token is at position "
                 f"{trained[-1]} of {len(ids)}: the engine's rows were lost."
             )
-        values = token_layers.add(values, ids, sample=i).numpy()
-        with_tokens.append(values.tolist() if isinstance(rows, list) else values)
+        values = token_layers.add(values, ids, sample=i)
+        with_tokens.append(values.tolist() if isinstance(rows, list) else values.numpy())
     return with_tokens
 
 
