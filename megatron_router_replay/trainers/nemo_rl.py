@@ -1,16 +1,31 @@
-"""NeMo-RL: `import megatron_router_replay.trainers.nemo_rl` in the processes of its Megatron workers.
+"""NeMo-RL: `import megatron_router_replay.trainers.nemo_rl` in the driver's process and in those of its Megatron workers.
 
 NeMo-RL's own replay is off in this process. `policy.router_replay.enabled` stays the switch, and the samples come in with the
-batch of each pass. Megatron-Core is not imported before NeMo-RL imports it.
+batch of each pass. Where message logs are complete, the id of each row's token is added to the routes, as more layers, so
+that NeMo-RL's padding and packing of routes is compared with that of tokens. Megatron-Core is not imported before NeMo-RL
+imports it.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from megatron_router_replay.errors import PayloadError
+from megatron_router_replay.trainers import token_layers
 from megatron_router_replay.trainers.seams import Seam, hook, take, when_imported
 
 OWN = "nemo_rl.models.megatron.router_replay"
+FIELD = "routed_experts"
+DRIVER = Seam(
+    module="nemo_rl.algorithms.grpo",
+    name="add_grpo_token_loss_masks_and_generation_logprobs",
+    parameters="message_logs",
+    words="token_ids token_loss_mask",
+)
 BATCH = Seam(module="nemo_rl.models.megatron.data", name="get_microbatch_iterator", parameters="data")
 PASS = Seam(
     module="nemo_rl.models.megatron.train",
@@ -22,19 +37,49 @@ DRIVE = tuple(
     Seam(module=OWN, name=name, parameters="model")
     for name in ("set_router_replay_forward", "set_router_replay_backward", "clear_router_replay")
 )
-SEAMS = (BATCH, PASS, *DRIVE)
+SEAMS = (DRIVER, BATCH, PASS, *DRIVE)
 
 _replays = False  # the pass that runs now
 _batch: Any = None  # of the newest micro-batches
 
 
 def install(**options: Any) -> None:
-    """Install the replay as soon as NeMo-RL's training module is imported. Importing this module calls it.
+    """Install the driver's hook, and the workers' once their module is imported. Importing this module calls it.
 
     Args:
         options: of `mrr.replay`.
     """
+    hook(DRIVER, _driving)
     when_imported(PASS.module, lambda module: _install(options))
+
+
+def _driving(original: Any) -> Any:
+    def add_masks(message_logs: Any, *args: Any, **kwargs: Any) -> Any:
+        # The mask that this function adds to a message shows that its ids were added by an earlier call.
+        new = [(i, log) for i, log in enumerate(message_logs) if not any("token_loss_mask" in each for each in log)]
+        result = original(message_logs, *args, **kwargs)  # newer ones add rows of -1 where a message has no routes
+        for i, log in new:
+            _add_tokens(log, sample=i)
+        return result
+
+    return add_masks
+
+
+def _add_tokens(message_log: list[dict[str, Any]], *, sample: int) -> None:
+    """Add the ids of tokens to the routes of a sample's messages, in place."""
+    messages = [each for each in message_log if FIELD in each and len(each["token_ids"])]
+    if not messages:
+        return
+    for each in messages:
+        if len(each[FIELD]) != len(each["token_ids"]):
+            raise PayloadError(
+                f"MRR802: sample {sample} has a message of {len(each['token_ids'])} tokens with {len(each[FIELD])} rows of "
+                "routes."
+            )
+    ids = torch.cat([each["token_ids"] for each in messages])
+    values = token_layers.add(torch.cat([each[FIELD] for each in messages]), ids, sample=sample)
+    for each, part in zip(messages, torch.split(values, [len(each["token_ids"]) for each in messages])):
+        each[FIELD] = part
 
 
 def _install(options: dict[str, Any]) -> None:
@@ -48,6 +93,9 @@ def _install(options: dict[str, Any]) -> None:
         def get_microbatch_iterator(data: Any, *args: Any, **kwargs: Any) -> Any:
             global _batch
             _batch = data
+            if FIELD in data:  # NeMo-RL's own code gets routes as it knows them, without ids
+                data = copy.copy(data)
+                data[FIELD] = token_layers.without(data[FIELD])
             return original(data, *args, **kwargs)
 
         return get_microbatch_iterator
@@ -75,15 +123,18 @@ def _install(options: dict[str, Any]) -> None:
         hook(seam, None if replay.audits else lambda original: lambda *args, **kwargs: None)
 
 
-def _samples() -> tuple[list[Any], list[Any]]:
-    """Return tokens [T] and routes [T - 1, layers, topk] of each sample of the batch; -1 is NeMo-RL's row of a lost route."""
-    ids, routes, lengths = take(BATCH, _batch, "input_ids", "routed_experts", "input_lengths")
-    lengths = lengths.tolist()
-    # The last token, which has no route, has the experts 0, 1, ..., topk - 1.
-    return (
-        [row[:length] for row, length in zip(ids, lengths)],
-        [row[: length - 1] for row, length in zip(routes, lengths)],
-    )
+def _samples() -> tuple[list[Tensor], list[Tensor]]:
+    """Return tokens [T] and routes [T, layers, topk] of each sample, -1 where NeMo-RL has none."""
+    ids, values, lengths = take(BATCH, _batch, "input_ids", FIELD, "input_lengths")
+    tokens = [row[:length] for row, length in zip(ids, lengths.tolist())]
+    routes = [
+        token_layers.remove(rows[: len(part)], part, sample=i, at_least=len(part))
+        for i, (rows, part) in enumerate(zip(values, tokens))
+    ]
+    for rows in routes:
+        # The last token, and messages of an environment after the last generation, have the experts 0, 1, ..., topk - 1.
+        rows[(rows == torch.arange(rows.shape[2])).flatten(1).all(1)] = -1
+    return tokens, routes
 
 
 install()

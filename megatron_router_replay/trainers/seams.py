@@ -111,12 +111,12 @@ def _replace(module: ModuleType, *, seam: Seam, make: Callable[[Any], Any] | Non
 
 
 def replace_in_modules(original: Any, replacement: Any) -> None:
-    """Put `replacement` in every imported module that has `original` under its name."""
-    name = original.__name__
+    """Put `replacement` in every imported module that has `original`, under whatever name."""
     for module in list(sys.modules.values()):
         # Not getattr: some modules make their attributes lazily.
-        if getattr(module, "__dict__", {}).get(name) is original:
-            setattr(module, name, replacement)
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if value is original:
+                setattr(module, name, replacement)
 
 
 def when_imported(name: str, then: Callable[[ModuleType], None], *, key: str = "") -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_router_replay.errors import PayloadError
 from megatron_router_replay.trainers import token_layers
 from megatron_router_replay.trainers.seams import Seam, hook, take, when_imported
 
@@ -23,7 +24,7 @@ DRIVER = Seam(
     module="skyrl.train.trainer",
     name="RayPPOTrainer.convert_to_training_input",
     parameters="self generator_output",
-    words=f"prompt_token_ids response_ids {FIELD}",
+    words=f"prompt_token_ids response_ids loss_masks {FIELD}",
 )
 PASSES = tuple(
     Seam(
@@ -71,12 +72,13 @@ def _install(options: dict[str, Any]) -> None:
     def passing(original: Any) -> Any:
         def run(self: Any, micro_batches: Any, *args: Any, **kwargs: Any) -> Any:
             global _replays
-            replays = any(batch.get(FIELD) is not None for batch in micro_batches)
+            batches = micro_batches
+            replays = any(batch.get(FIELD) is not None for batch in batches)
             if replays:
-                batches = micro_batches
                 follow.active().enter(self.actor_module, lambda: _samples(batches))
-                if not replay.audits:
-                    micro_batches = [{**batch, FIELD: None} for batch in micro_batches]
+                # SkyRL's own replay gets no routes; under an audit it gets them as it knows them, without ids.
+                own = token_layers.without if replay.audits else lambda values: None
+                micro_batches = [{**batch, FIELD: own(batch[FIELD])} for batch in batches]
             _replays = replays
             try:
                 results = original(self, micro_batches, *args, **kwargs)
@@ -102,13 +104,24 @@ def _install(options: dict[str, Any]) -> None:
 
 
 def _with_tokens(generator_output: Any) -> list[Any]:
-    """Return each sample's routes [rows, layers, topk] with the ids of their tokens, arrays or lists as they came."""
-    prompts, responses, routes = take(DRIVER, generator_output, "prompt_token_ids", "response_ids", FIELD)
+    """Return each sample's routes [rows, layers, topk] with the ids of their tokens, arrays or lists as they came.
+
+    Raises:
+        PayloadError: a sample has fewer rows than its trained tokens depend on.
+    """
+    fields = take(DRIVER, generator_output, "prompt_token_ids", "response_ids", "loss_masks", FIELD)
     with_tokens = []
-    for i, (prompt, response, rows) in enumerate(zip(prompts, responses, routes, strict=True)):
-        ids = torch.as_tensor([*prompt, *response])
-        values = token_layers.add(torch.as_tensor(np.asarray(rows)), ids, sample=i).numpy()
-        with_tokens.append(values.tolist() if isinstance(rows, list) else values)
+    for i, (prompt, response, loss_mask, rows) in enumerate(zip(*fields, strict=True)):
+        ids, values = torch.as_tensor([*prompt, *response]), torch.as_tensor(np.asarray(rows))
+        trained = [len(prompt) + at for at, each in enumerate(loss_mask) if each]
+        # The engine did not run its last token, and SkyRL may have appended and trained an EOS after it.
+        if trained and len(values) < trained[-1] - 1:
+            raise PayloadError(
+                f"MRR802: sample {i} has {len(values)} rows of routes, and its last trained token is at position "
+                f"{trained[-1]} of {len(ids)}: the engine's rows were lost."
+            )
+        values = token_layers.add(values, ids, sample=i)
+        with_tokens.append(values.tolist() if isinstance(rows, list) else values.numpy())
     return with_tokens
 
 

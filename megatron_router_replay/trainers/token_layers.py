@@ -1,11 +1,12 @@
 """Token ids that travel with routes as more layers, so that a trainer's code lays both out alike.
 
-    values = add(routes, ids)              in the driver, where tokens and routes are known to belong together
-    routes = remove(values, ids)           where samples come in: a row at another token raises
+    values = add(routes, ids, sample=i)       in the driver, where tokens and routes belong together
+    routes = remove(values, ids, sample=i)    where samples come in: a row at a different token raises
 
-A layer has room for topk bytes of an id. Its lowest three bytes, exclusive-or 0x5A, take one layer from topk 3 on, two at 2,
-three at 1. Any dtype that carries routes carries bytes. Trainers write zeros or 0, 1, ..., topk - 1 where there is no route:
-neither is an id below 4 million.
+A layer has room for topk bytes. The lowest three bytes of an id take one layer from topk 3 on, two at 2, three at 1. Any
+dtype that carries routes carries bytes; a signed byte wraps, and `remove` unwraps it. Each byte is exclusive-or a mask,
+and the last row of a sample has a different mask, so that rows that were cut off are missed. Trainers write zeros, -1 or
+0, 1, ..., topk - 1 where there is no route: none of these is an id below 4 million under either mask.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from megatron_router_replay.errors import PayloadError
 
-_BYTES, _MASK = 3, 0x5A
+_BYTES, _ROW, _END = 3, 0x5A, 0xA5
 
 
 def num_layers(topk: int) -> int:
@@ -23,53 +24,88 @@ def num_layers(topk: int) -> int:
     return -(-_BYTES // topk)
 
 
-def add(routes: Tensor, ids: Tensor, *, sample: int) -> Tensor:
+def add(routes: Tensor, ids: Tensor, *, sample: int, is_end: bool = True) -> Tensor:
     """Return routes, followed by the layers of their tokens' ids.
 
     Args:
         routes: [rows, layers, topk], any integer dtype, rows <= T.
         ids: [T] integers.
         sample: its number, for the message.
+        is_end: the last row is the sample's last, and is marked.
 
     Raises:
-        PayloadError: routes of another shape, or more rows than tokens.
+        PayloadError: routes of another shape, no row, or more rows than tokens.
     """
-    if routes.dim() != 3 or len(routes) > len(ids):
+    if routes.dim() != 3 or not 0 < len(routes) <= len(ids):
         raise PayloadError(
             f"MRR802: sample {sample} has {len(ids)} tokens, and its routes are {list(routes.shape)}: [rows, layers, topk] "
-            "is known, a row a token at most."
+            "is known, a row at least and a row a token at most."
         )
-    return torch.cat([routes, _layers(ids[: len(routes)], routes.shape[2]).to(routes.dtype)], dim=1)
+    layers = _layers(ids[: len(routes)], routes.shape[2])
+    if is_end:
+        layers[-1] ^= _ROW ^ _END
+    return torch.cat([routes, layers.to(routes.device, routes.dtype)], dim=1)
 
 
-def remove(values: Tensor, ids: Tensor, *, sample: int) -> Tensor:
+def remove(values: Tensor, ids: Tensor, *, sample: int, at_least: int = 1) -> Tensor:
     """Return routes without the layers of ids, [T, layers, topk] int16, -1 in rows that a trainer filled.
 
     Args:
         values: [T, layers and ids, topk] of a sample.
         ids: [T] integers, the tokens of the positions.
         sample: its number, for the message.
+        at_least: how many rows must have an id.
 
     Raises:
-        PayloadError: a row has the id of another token.
+        PayloadError: a row has the id of another token, or rows are missing.
     """
-    topk = values.shape[2]
+    values, topk = values.cpu(), values.shape[2]
     count = num_layers(topk)
-    carried, routes = values[:, -count:].to(torch.int64), values[:, :-count].to(torch.int16).clone()
-    is_own = (carried == _layers(ids, topk)).flatten(1).all(1)
-    filler = torch.arange(topk).expand(count, topk)
-    is_filler = (carried == 0).flatten(1).all(1) | (carried == filler).flatten(1).all(1)
+    carried, routes = values[:, -count:].to(torch.int64) & 255, values[:, :-count].to(torch.int16).clone()
+    differs = (carried ^ _layers(ids, topk)).flatten(1)
+    is_end = (differs == _ROW ^ _END).all(1)
+    is_own = (differs == 0).all(1) | is_end
+    fillers = torch.stack([torch.zeros(topk), torch.full((topk,), 255), torch.arange(topk)]).to(torch.int64)
+    is_filler = (carried.unsqueeze(1) == fillers.unsqueeze(1)).flatten(2).all(2).any(1)
     wrong = (~is_own & ~is_filler).nonzero()
     if wrong.numel():
         at = int(wrong[0])
-        low = (carried[at].flatten()[:_BYTES] ^ _MASK).tolist()
+        low = (carried[at].flatten()[:_BYTES] ^ _ROW).tolist()
         raise PayloadError(
             f"MRR802: sample {sample}: the routes at position {at}, token {int(ids[at])}, carry the id "
             f"{sum(value << 8 * i for i, value in enumerate(low))} ({len(wrong)} of {len(ids)} rows are so). Rows were moved "
             "on their way, or the driver's process did not import this module, which adds the ids."
         )
-    routes[~is_own] = -1
+    # A sample's rows come first, and the last of them is marked; then a trainer fills.
+    num_rows, ends = int(is_own.sum()), is_end.nonzero().flatten().tolist()
+    if not bool(is_own[:num_rows].all()) or ends != [num_rows - 1] * bool(num_rows):
+        raise PayloadError(
+            f"MRR802: sample {sample}: rows of routes were lost on their way: {num_rows} of {len(ids)} positions have one, "
+            f"and the last row of the sample is {f'at position {ends[0]}' if ends else 'missing'}."
+        )
+    if num_rows < at_least:
+        raise PayloadError(
+            f"MRR802: sample {sample} has routes of its first {num_rows} of {len(ids)} tokens, and row {at_least - 1} is "
+            "needed."
+        )
+    routes[num_rows:] = -1
     return routes
+
+
+def without(values: Tensor) -> Tensor:
+    """Return routes [..., layers, topk] without the layers of ids, unchecked, for a trainer's own code."""
+    return values[..., : -num_layers(values.shape[-1]), :]
+
+
+def are_in(values: Tensor) -> bool:
+    """Return whether routes [..., layers, topk] have layers of ids, by the highest byte of each; for metrics alone."""
+    rows = values.flatten(0, -3)
+    if rows.shape[1] <= num_layers(rows.shape[2]):
+        return False
+    rows = rows[(rows != 0).flatten(1).any(1)]
+    highest = rows[:, -num_layers(values.shape[-1]) :].flatten(1)[:, _BYTES - 1].to(torch.int64) & 255
+    # An id below 1,048,576 has a highest byte of at most 15.
+    return bool(len(rows)) and bool((((highest ^ _ROW) < 16) | ((highest ^ _END) < 16)).all())
 
 
 def _layers(ids: Tensor, topk: int) -> Tensor:
@@ -77,4 +113,4 @@ def _layers(ids: Tensor, topk: int) -> Tensor:
     places = torch.zeros(len(ids), num_layers(topk) * topk, dtype=torch.int64)
     for i in range(_BYTES):
         places[:, i] = (ids.cpu().to(torch.int64) >> 8 * i) & 255
-    return (places ^ _MASK).view(len(ids), -1, topk)
+    return (places ^ _ROW).view(len(ids), -1, topk)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import typing
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
+import typing_extensions
 
 from megatron_router_replay.testing import ParallelSizes
 from megatron_router_replay.trainers import nemo_rl
@@ -19,27 +22,44 @@ LENGTH = 24  # of the padded batch
 
 
 def batch(seed: int) -> dict[str, Any]:
-    """What the driver sends: padded on the right; no route of a last token, of one observation, of padding (zeros)."""
+    """What the driver sends, made by its own functions from message logs: padded on the right; no route of a last token."""
+    from nemo_rl.algorithms.grpo import add_grpo_token_loss_masks_and_generation_logprobs
+    from nemo_rl.data.llm_message_utils import batched_message_log_to_flat_message
+
     ids, routes = oracle.rollout(seed)
-    tokens = torch.zeros(len(ids), LENGTH, dtype=torch.int64)
-    experts = torch.zeros(len(ids), LENGTH, oracle.LAYERS, oracle.TOPK, dtype=torch.int16)
-    token_mask = torch.zeros(len(ids), LENGTH)
+    logs = []
     for i, (part, route) in enumerate(zip(ids, routes)):
-        tokens[i, : len(part)] = part
-        experts[i, : len(route)] = route.to(torch.int16)
-        experts[i, len(part) - 1] = torch.arange(oracle.TOPK)  # vLLM's worker fills so
-        token_mask[i, oracle.SHARDS[seed % 2][1][i] : len(part)] = 1
-    experts[3, 9:11] = -1  # their sentinel of a missing route
+        experts = torch.arange(oracle.TOPK).expand(len(part), oracle.LAYERS, oracle.TOPK).to(torch.int8).clone()
+        experts[: len(route)] = route  # vLLM's worker fills the last row so
+        if i == 3:
+            experts[9:11] = -1  # their sentinel of a missing route
+        prompt = oracle.SHARDS[seed % 2][1][i]
+        logs.append(
+            [
+                {"role": "user", "token_ids": part[:prompt], "routed_experts": experts[:prompt]},
+                {
+                    "role": "assistant",
+                    "token_ids": part[prompt:],
+                    "routed_experts": experts[prompt:],
+                    "generation_logprobs": torch.full((len(part) - prompt,), -1.0),
+                },
+            ]
+        )
+    add_grpo_token_loss_masks_and_generation_logprobs(logs)
+    flat, lengths = batched_message_log_to_flat_message(
+        logs, pad_value_dict={"token_ids": 0}, make_sequence_length_divisible_by=LENGTH
+    )
+    shape = flat["token_ids"].shape
     return {
-        "input_ids": tokens,
-        "input_lengths": torch.tensor(oracle.SHARDS[seed % 2][0]),
-        "routed_experts": experts,
-        "token_mask": token_mask,
+        "input_ids": flat["token_ids"],
+        "input_lengths": lengths,
+        "routed_experts": flat["routed_experts"],
+        "token_mask": flat["token_loss_mask"],
         "sample_mask": torch.ones(len(ids)),
-        "advantages": torch.ones(len(ids), LENGTH),
-        "prev_logprobs": torch.full((len(ids), LENGTH), -1.0),
-        "generation_logprobs": torch.full((len(ids), LENGTH), -1.0),
-        "reference_policy_logprobs": torch.full((len(ids), LENGTH), -1.0),
+        "advantages": torch.ones(shape),
+        "prev_logprobs": torch.full(shape, -1.0),
+        "generation_logprobs": flat["generation_logprobs"],
+        "reference_policy_logprobs": torch.full(shape, -1.0),
     }
 
 
@@ -75,7 +95,9 @@ def config(layout: ParallelSizes, *, packs: bool = False, dynamic: bool = False)
 
 def step(folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dict[str, Any]) -> Any:
     """Reference log-probs, previous log-probs, a training step; {pass: (decisions, wrong)} of each."""
-    with trainer_imports(folder, SOURCE.packages, services=SERVICES), oracle.process():
+    # Before Python 3.12, which NeMo-RL requires, pydantic needs the other TypedDict.
+    newer = mock.patch.object(typing, "TypedDict", typing_extensions.TypedDict)
+    with newer, trainer_imports(folder, SOURCE.packages, services=SERVICES), oracle.process():
         torch._dynamo.config.disable = True
         from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig, ClippedPGLossFn
         from nemo_rl.distributed.batched_data_dict import BatchedDataDict

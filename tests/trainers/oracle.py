@@ -210,7 +210,7 @@ def watched(chunks: list[Any], route_of: dict[int, Tensor]) -> Iterator[Seen]:
     seen = Seen()
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     tp_size = parallel_state.get_tensor_model_parallel_world_size()
-    handles = []
+    handles, undo = [], []
     for chunk in chunks:
         model = chunk
         while hasattr(model, "module"):
@@ -251,6 +251,14 @@ def watched(chunks: list[Any], route_of: dict[int, Tensor]) -> Iterator[Seen]:
                     expected[route_of[token][router.layer_number - 1].long()] = True
                     seen.count(phase, not torch.equal(expected, chosen))
 
+        def plan(
+            *args: Any, model: Any = model, build: Any = model.build_schedule_plan, enter: Any = enter, **kwargs: Any
+        ) -> Any:
+            enter(model, args, kwargs)  # its layers run later, and not in a forward of the model
+            return build(*args, **kwargs)
+
+        model.build_schedule_plan = plan
+        undo.append((model, "build_schedule_plan"))
         handles += [model.register_forward_pre_hook(enter, with_kwargs=True), model.register_forward_hook(leave)]
         handles += [router.register_forward_hook(routed) for router in routers]
     nobody_asks = mock.patch.dict(mrr.replay.__kwdefaults__, min_agreement=MIN_AGREEMENT)
@@ -260,6 +268,8 @@ def watched(chunks: list[Any], route_of: dict[int, Tensor]) -> Iterator[Seen]:
     finally:
         for handle in handles:
             handle.remove()
+        for model, name in undo:
+            delattr(model, name)
 
 
 def check_replayed(ranks: Any, *, recomputes: bool) -> None:

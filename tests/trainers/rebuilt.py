@@ -1,6 +1,6 @@
 """What our hooks need of each trainer, in a few lines: the functions by their names, and passes that go through schedules.
 
-Each `run(schedule, forward_only)` below is `passes` of `test_rebuilt.py`. Facts of the trainers' code, none of its text.
+Each `run(schedule, forward_only)` is `passes` of `test_rebuilt.py`. Facts of the trainers' code, none of its text.
 """
 
 SLIME = {
@@ -83,6 +83,12 @@ class MegatronTrainRayActor:
 }
 
 NEMO_RL = {
+    "nemo_rl/algorithms/grpo.py": """
+def add_grpo_token_loss_masks_and_generation_logprobs(message_logs):
+    for log in message_logs:
+        for message in log:
+            message["token_loss_mask"] = message["token_ids"] * 0
+""",
     "nemo_rl/models/megatron/router_replay.py": """
 def set_router_replay_forward(model, routed_experts):
     raise AssertionError("NeMo-RL's own replay is on")
@@ -126,6 +132,7 @@ SKYRL = {
     "skyrl/train/trainer.py": """
 class RayPPOTrainer:
     def convert_to_training_input(self, generator_output, uids):
+        assert len(generator_output["loss_masks"]) == len(generator_output["response_ids"])
         return [
             (prompt + response, rows)
             for prompt, response, rows in zip(
@@ -163,3 +170,33 @@ class MegatronModelWrapper:
         return [{"loss": each} for each in run(get_forward_backward_func(), forward_only=False)]
 """,
 }
+
+VERL = {
+    "verl/workers/engine/megatron/transformer_impl.py": """
+class MegatronEngine:
+    def __init__(self, model_config, engine_config, optimizer_config, checkpoint_config):
+        pass
+
+    def initialize(self):
+        self.module = []
+
+    def forward_backward_batch(self, data, loss_function, forward_only=False):
+        enable_routing_replay = data["enable_routing_replay"]
+        get_forward_backward_func()
+""",
+    "verl/models/mcore/util.py": """
+def preprocess_thd_engine(input_ids, pre_process=True):
+    pass
+
+def preprocess_bshd_engine(input_ids, pre_process=True):
+    pass
+""",
+    "verl/experimental/agent_loop/agent_loop.py": """
+class AgentLoopWorker:
+    async def _run_agent_loop(self, sampling_params):
+        return await self._agent_loop_postprocess(None)
+""",
+}
+"""For the names alone: verl's own code runs in `tests/functional/verl`."""
+
+SOURCES = {"slime": SLIME, "miles": MILES, "nemo_rl": NEMO_RL, "skyrl": SKYRL, "verl": VERL}

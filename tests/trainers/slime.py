@@ -11,6 +11,7 @@ import torch
 
 from megatron_router_replay.testing import ParallelSizes
 from megatron_router_replay.trainers import slime
+from tests.functional.mcore.cases import set_in_configs
 from tests.trainers import oracle, small_model
 from tests.trainers.sources import Source
 from tests.trainers.stand_ins import trainer_imports
@@ -100,6 +101,10 @@ def step(folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dic
         model.get_args = lambda: arguments
         slime.init(arguments)  # --custom-megatron-init-path
         chunks = small_model.build(layout, **options)
+        if arguments.allgather_cp:
+            small_model.without_attention(chunks)
+        if arguments.combined_1f1b:
+            set_in_configs(chunks, overlap_moe_expert_parallel_comm=True)  # whose own checks want bf16
         boxes = [Box(rollout_data(i, flags.get("steps", 1))) for i in range(actor.mpu.get_data_parallel_world_size())]
         return train(actor, arguments, chunks, boxes)
 

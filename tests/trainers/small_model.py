@@ -37,6 +37,15 @@ def without_masks(chunks: list[Any]) -> None:
             module.register_forward_pre_hook(_without_mask, with_kwargs=True)
 
 
+def without_attention(chunks: list[Any]) -> None:
+    """Let attention return its input: Megatron's own splits sequences zigzag, and cannot take a contiguous split."""
+    from megatron.core.transformer.attention import SelfAttention
+
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(module, SelfAttention):
+            module.forward = lambda hidden_states, *_, **__: (hidden_states, None)
+
+
 def _without_mask(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     if "attention_mask" in kwargs:
         return args, {**kwargs, "attention_mask": None}

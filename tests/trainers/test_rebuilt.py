@@ -1,24 +1,30 @@
 """Our hooks on each trainer's functions, rebuilt in a few lines: what runs in every CI, without a checkout."""
 
+import importlib
+import os
+import re
 import sys
 from functools import partial
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import schedules
 
-from megatron_router_replay.errors import PayloadError, ReplayStateError, SeamError, TraceError
+from megatron_router_replay.errors import PayloadError, ReplayStateError, RouterReplayError, SeamError, TraceError
 from megatron_router_replay.testing import ParallelSizes
-from megatron_router_replay.trainers import audit, follow, miles, nemo_rl, seams, skyrl, slime, token_layers
+from megatron_router_replay.trainers import follow, miles, nemo_rl, seams, skyrl, slime, token_layers
 from tests.trainers import oracle, rebuilt, small_model
 from tests.trainers.slime import Args
 from tests.trainers.stand_ins import trainer_imports
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
-SOURCES = {"slime": rebuilt.SLIME, "miles": rebuilt.MILES, "nemo_rl": rebuilt.NEMO_RL, "skyrl": rebuilt.SKYRL}
+SOURCES = ["slime", "miles", "nemo_rl", "skyrl"]
 ARGS = Args(use_rollout_routing_replay=True)
+MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -36,7 +42,7 @@ def write(folder, files):
 def trainer(request, tmp_path):
     """Let the trainer of the test's first word be imported."""
     name = request.node.callspec.params["name"] if hasattr(request.node, "callspec") else "slime"
-    with trainer_imports(write(tmp_path, SOURCES[name]), (name,)), oracle.process():
+    with trainer_imports(write(tmp_path, rebuilt.SOURCES[name]), (name,)), oracle.process():
         yield name
 
 
@@ -49,27 +55,32 @@ def samples():
     return oracle.rollout(0)
 
 
-def passes(chunks, seen, schedule, *, forward_only):
-    """Run a pass: three micro-batches of two samples, padded on the right."""
-    ids, _ = samples()
-    batches = [torch.nn.utils.rnn.pad_sequence([ids[i], ids[i + 1]], batch_first=True) for i in (2, 0, 4)]
+def passes(chunks, seen, ids, schedule, *, forward_only, packs=False):
+    """Run a pass: four micro-batches of two samples or one, padded on the right or packed."""
+    batches = [[ids[i] for i in part] for part in ((2, 3), (0, 1), (4,), (5,))]
 
     def forward_step(iterator, model):
-        tokens = next(iterator)
+        parts, params = next(iterator), None
+        tokens = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
         at = torch.arange(tokens.shape[1]).expand_as(tokens)
-        return model(input_ids=tokens, position_ids=at, attention_mask=None, labels=tokens), lambda out: (
-            out.sum(),
-            0.0,
-        )
+        if packs:
+            tokens, at = torch.cat(parts)[None], torch.cat([torch.arange(len(part)) for part in parts])[None]
+            ends = torch.tensor([0, *map(len, parts)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            longest = max(map(len, parts))
+            params = PackedSeqParams(
+                qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
+            )
+        result = model(input_ids=tokens, position_ids=at, attention_mask=None, labels=tokens, packed_seq_params=params)
+        return result, lambda out: (out.sum(), 0.0)
 
     for chunk in chunks:
         chunk.train(not forward_only)
     with torch.set_grad_enabled(not forward_only):
         result = schedule(
             forward_step_func=forward_step,
-            data_iterator=iter(batches),
-            model=chunks[0],
-            num_microbatches=3,
+            data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
+            model=chunks if len(chunks) > 1 else chunks[0],
+            num_microbatches=4,
             seq_length=16,
             micro_batch_size=2,
             forward_only=forward_only,
@@ -78,28 +89,44 @@ def passes(chunks, seen, schedule, *, forward_only):
     return result
 
 
-def enter_and_run(name, chunks, run, routes):
-    """Do what the trainer does from the rollout to its optimizer; return its metrics."""
-    ids, _ = samples()
+def enter_and_run(name, chunks, run, ids, routes, *, move=list, held=None):
+    """Do what the trainer does from the rollout to its optimizer; return its metrics.
+
+    Args:
+        move: what happens to each sample's rows on their way from driver to worker, where routes travel apart from tokens.
+        held: a list that gets the tensors of routes that the trainer's worker holds.
+    """
+    held = [] if held is None else held
     if name in ("slime", "miles"):
         {"slime": slime, "miles": miles}[name].init(ARGS)
         module = __import__(f"{name}.backends.megatron_utils.actor", fromlist=["actor"])
         me = object.__new__(module.MegatronTrainRayActor)
         me.model = chunks
         data = {"tokens": ids, "rollout_routed_experts": routes}
+        held += routes
         metrics = me.train_actor(data, run)
         assert set(data) == {"tokens"}, "as the trainer's own function leaves it"
         return metrics
+    pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
     if name == "nemo_rl":
         nemo_rl.install()
+        from nemo_rl.algorithms.grpo import add_grpo_token_loss_masks_and_generation_logprobs
         from nemo_rl.models.policy.workers import megatron_policy_worker as worker
 
+        # A prompt and an answer each, whose last token has the experts 0, 1, ..., topk - 1.
+        last = torch.arange(oracle.TOPK)
+        rows = [torch.cat([part, last.expand(1, part.shape[1], -1).to(part.dtype)]).to(torch.int8) for part in routes]
+        logs = [
+            [{"token_ids": each[at], "routed_experts": part[at]} for at in (slice(1), slice(1, None))]
+            for each, part in zip(ids, rows)
+        ]
+        for _ in range(2):  # the second call changes nothing
+            add_grpo_token_loss_masks_and_generation_logprobs(logs)
+        values = pad(move([torch.cat([message["routed_experts"] for message in log]) for log in logs]))
+        held.append(values)
         lengths = torch.tensor(list(map(len, ids)))
-        experts = torch.zeros(6, 16, oracle.LAYERS, oracle.TOPK, dtype=torch.int16)
-        for row, part in zip(experts, routes):
-            row[: len(part)] = part
-        tokens = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
-        return worker.train(chunks[0], {"input_ids": tokens, "routed_experts": experts, "input_lengths": lengths}, run)
+        data = {"input_ids": pad(ids), "routed_experts": values, "input_lengths": lengths}
+        return worker.train(chunks[0], data, run)
     skyrl.install()
     from skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper import MegatronModelWrapper
     from skyrl.train.trainer import RayPPOTrainer
@@ -107,17 +134,20 @@ def enter_and_run(name, chunks, run, routes):
     reply = {
         "prompt_token_ids": [part[:1].tolist() for part in ids],
         "response_ids": [part[1:].tolist() for part in ids],
+        "loss_masks": [[1] * (len(part) - 1) for part in ids],
         "rollout_expert_indices": [part.numpy().astype(np.uint8) for part in routes],
     }
-    batches = []
-    for tokens, rows in RayPPOTrainer().convert_to_training_input(reply, []):
-        padded = torch.arange(oracle.TOPK).expand(18, rows.shape[1], -1).clone()  # SkyRL's filler
-        padded[18 - len(tokens) : 18 - len(tokens) + len(rows)] = torch.as_tensor(rows)
-        mask = torch.arange(18) >= 18 - len(tokens)
-        values = torch.zeros(18, dtype=torch.int64).masked_scatter(mask, torch.tensor(tokens))
+    batches, width = [], max(map(len, ids)) + 2
+    tokens, values = zip(*RayPPOTrainer().convert_to_training_input(reply, []))
+    for own, rows in zip(tokens, move([torch.as_tensor(each) for each in values])):
+        padded = torch.arange(oracle.TOPK).expand(width, rows.shape[1], -1).clone()  # SkyRL's filler
+        padded[width - len(own) : width - len(own) + len(rows)] = rows
+        mask = torch.arange(width) >= width - len(own)
+        sequence = torch.zeros(width, dtype=torch.int64).masked_scatter(mask, torch.tensor(own))
         batches.append(
-            {"sequences": values[None], "attention_mask": mask[None], "rollout_expert_indices": padded[None]}
+            {"sequences": sequence[None], "attention_mask": mask[None], "rollout_expert_indices": padded[None]}
         )
+        held.append(padded)
     model = MegatronModelWrapper(chunks)
     model.forward([{**each, "rollout_expert_indices": None} for each in batches], run, replays=False)
     model.forward(batches, run, replays=True)
@@ -126,15 +156,90 @@ def enter_and_run(name, chunks, run, routes):
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_every_decision_is_the_rollouts(name, trainer, chunks):
+    """Also where the trainer's own routes are overwritten after they came in: its layout of routes cannot matter."""
     ids, routes = samples()
-    with oracle.watched(chunks, oracle.routes_of_tokens(ids, routes)) as seen:
-        metrics = enter_and_run(name, chunks, partial(passes, chunks, seen), routes)
+    held = []
+
+    def run(schedule, *, forward_only):
+        kept = [each.clone() for each in held]
+        for each in held:
+            each.zero_()
+        result = passes(chunks, seen, ids, schedule, forward_only=forward_only)
+        for each, values in zip(held, kept):
+            each.copy_(values)
+        return result
+
+    with oracle.watched(chunks, oracle.routes_of_tokens(ids, [part.clone() for part in routes])) as seen:
+        metrics = enter_and_run(name, chunks, run, ids, routes, held=held)
+    assert held
     live, log_probs, train = seen.counts()
     assert live["no grad"][1] > 0.9 * live["no grad"][0]
     assert log_probs["no grad"] == (138, 0)
     assert (train["train"], train["recompute"], train["live"][1]) == ((138, 0), (138, 0), 0)
-    expected = 46 / 46 if name != "nemo_rl" else 46 / 3 / 46  # NeMo-RL adds three micro-batches up
+    expected = 46 / 46 if name != "nemo_rl" else 46 / 4 / 46  # NeMo-RL adds four micro-batches up
     assert metrics["router_replay/rows_replayed"] / 46 == pytest.approx(expected)
+
+
+def one(at, change):
+    """Return an attack on one sample."""
+    return lambda parts: [change(part) if i == at else part for i, part in enumerate(parts)]
+
+
+def each(change):
+    return lambda parts: [change(part) for part in parts]
+
+
+def without_rows(part, at):
+    part = part.clone()
+    part[at] = 0
+    return part
+
+
+MOVES = {
+    "late": each(lambda part: torch.cat([part[:1], part[:-1]])),
+    "early": each(lambda part: torch.cat([part[1:], part[-1:]])),
+    "reversed": each(lambda part: part.flip(0)),
+    "exchanged": lambda parts: [parts[1], parts[0], *parts[2:]],
+    "zeros": one(2, torch.zeros_like),
+    "two rows of zeros": one(2, partial(without_rows, at=slice(50, 52))),
+    "half of the rows": one(1, lambda part: part[: len(part) // 2]),
+    "no first row": one(0, lambda part: part[1:]),
+}
+ATTACKS = MOVES | {
+    "no rows": one(1, lambda part: part[:0]),
+    "shifted layers": each(lambda part: part.roll(1, dims=1)),
+    "shifted layers, none of them dense": each(lambda part: part[:, 1:].roll(1, dims=1)),
+}
+"""What may happen to a rollout's rows of six samples, before the trainer has them."""
+
+
+def run_attacked(name, chunks, monkeypatch, *, attack=list, move=list):
+    """Run a trainer on long samples whose routes are its model's own, but for an attack, and ask its routers."""
+    monkeypatch.setattr(oracle, "MIN_AGREEMENT", 0.25)
+    monkeypatch.setattr(oracle, "WEIGHTS_MOVE", False)
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(1, oracle.VOCAB, (200,), generator=generator) for _ in range(6)]
+    routes = attack([oracle.own_routes(chunks, part)[:-1] for part in ids])
+    with oracle.watched(chunks, {}) as seen:
+        enter_and_run(name, chunks, partial(passes, chunks, seen, ids), ids, routes, move=move)
+
+
+@pytest.mark.parametrize("attack", [None, *ATTACKS])
+@pytest.mark.parametrize("name", SOURCES)
+def test_routes_that_were_wrong_before_they_came_in_raise(name, attack, trainer, chunks, monkeypatch):
+    if attack is None:
+        run_attacked(name, chunks, monkeypatch)
+        return
+    with pytest.raises(RouterReplayError, match="MRR"):
+        run_attacked(name, chunks, monkeypatch, attack=ATTACKS[attack])
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("name", ["nemo_rl", "skyrl"])
+def test_rows_that_were_moved_between_driver_and_worker_raise(name, move, trainer, chunks, monkeypatch):
+    """Their tokens' ids travel with them, so that a single row is enough."""
+    with pytest.raises(PayloadError, match=r"MRR802: sample [0-2](: the routes at|: rows of routes| has routes of)"):
+        run_attacked(name, chunks, monkeypatch, move=MOVES[move])
 
 
 def test_samples_that_no_pass_replayed_raise_at_the_next_rollout(trainer, chunks):
@@ -159,45 +264,74 @@ def test_a_pass_that_drives_megatrons_replay_and_is_not_ours_raises(trainer):
         follow.install("slime", lambda: False, {})
         RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
         with oracle.watched(chunks, {}) as seen, pytest.raises(ReplayStateError, match="MRR810: slime drives its own"):
-            passes(chunks, seen, schedules.get_forward_backward_func(), forward_only=True)
+            passes(chunks, seen, samples()[0], schedules.get_forward_backward_func(), forward_only=True)
     finally:
         RouterReplay.global_router_replay_instances.clear()
 
 
-def test_rows_that_were_moved_behind_the_driver_raise(trainer):
-    ids, routes = samples()
-    values = skyrl._with_tokens(
-        {
-            "prompt_token_ids": [ids[0][:2].tolist()],
-            "response_ids": [ids[0][2:].tolist()],
-            "rollout_expert_indices": [routes[0].numpy()],
-        }
-    )[0]
-    batch = {
-        "sequences": ids[0][None],
-        "attention_mask": torch.ones(1, len(ids[0])),
-        "rollout_expert_indices": torch.as_tensor(values.astype(np.int16)[[1, 0, 2, 3, 4, 5, 5]])[None],
-    }
-    with pytest.raises(PayloadError, match=r"sample 0: the routes at position 0, token \d+, carry the id"):
-        skyrl._samples([batch])
+def audit_of_live_routers(layout, options, packs):
+    """Audit routers that run live; the rollout's routes are theirs but for one row. Return the findings of two passes."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    chunks = small_model.build(layout, **options)
+    ids, _ = oracle.rollout(0)
+    used = torch.zeros(oracle.VOCAB, oracle.LAYERS, oracle.TOPK, dtype=torch.int64)
+    now = {}
+
+    def enter(index, module, args, kwargs):
+        now[index] = kwargs["input_ids"].t().reshape(-1)
+
+    def routed(index, router, args, output):
+        used[now[index], router.layer_number - 1] = output[1].nonzero()[:, 1].view(-1, oracle.TOPK)
+
+    with (
+        mock.patch.dict(os.environ, MRR_AUDIT="1"),
+        mock.patch.object(oracle, "WEIGHTS_MOVE", False),
+        oracle.process(),
+        oracle.watched(chunks, {}) as seen,
+    ):
+        follow.install("slime", lambda: True, {})
+        handles = []
+        for index, chunk in enumerate(chunks):
+            handles.append(chunk.register_forward_pre_hook(partial(enter, index), with_kwargs=True))
+            routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
+            handles += [router.register_forward_hook(partial(routed, index)) for router in routers]
+        run = partial(passes, chunks, seen, ids, schedules.get_forward_backward_func(), packs=packs)
+        run(forward_only=True)  # without samples an audit only watches
+        for handle in handles:
+            handle.remove()
+        torch.distributed.all_reduce(used)
+        routes = [used[part][:-1] for part in ids]
+        routes[3][5, 2] = (routes[3][5, 2] + 1) % oracle.EXPERTS
+        follow.active().enter(chunks, lambda: (ids, routes))
+        run(forward_only=True)
+        run(forward_only=False)
+    return oracle.FINDINGS
 
 
-def test_a_planted_wrong_row_is_found_and_named(trainer, chunks, monkeypatch):
-    """The routers run live, and the rollout's routes are theirs but for one row."""
-    monkeypatch.setenv("MRR_AUDIT", "1")
-    ids, routes = samples()
-    own = [oracle.own_routes(chunks, part)[:-1] for part in ids]
-    own[3][5, 2] = torch.tensor([each for each in range(oracle.EXPERTS) if each not in own[3][5, 2]][: oracle.TOPK])
-    follow.install("slime", lambda: True, {})
-    assert isinstance(follow.active(), audit.TrainerAudit)
-    follow.active().enter(chunks, lambda: (ids, own))
-    monkeypatch.setattr(oracle, "WEIGHTS_MOVE", False)
-    with oracle.watched(chunks, {}) as seen:
-        passes(chunks, seen, schedules.get_forward_backward_func(), forward_only=False)
-    (found,) = follow.active().findings
-    # Layers 2 to 4 route 52 tokens, 46 of them with a route, in a forward and a recompute; ten positions are padding.
-    assert (found.right, found.wrong, found.recomputed, found.recomputed_wrong) == (137, 1, 138, 1)
-    assert found.first.startswith(f"layer 3, sample 3, position 5, token {int(ids[3][5])}: the router used experts [")
+AUDITED = {
+    "one rank, full": (ParallelSizes(), FULL, False),
+    "pp 2, full": (ParallelSizes(pp_size=2), FULL, True),
+    "pp 2, moe": (ParallelSizes(pp_size=2), MOE, False),
+    "pp 2, vpp 2, full": (ParallelSizes(pp_size=2, vp_size=2), FULL, False),
+    "pp 2, vpp 2, moe": (ParallelSizes(pp_size=2, vp_size=2), MOE, True),
+}
+
+
+@pytest.mark.parametrize("case", AUDITED)
+def test_a_planted_wrong_row_is_found_and_nothing_else(case, on_ranks):
+    layout, options, packs = AUDITED[case]
+    token = int(oracle.rollout(0)[0][3][5])
+    run = partial(on_ranks, layout.world_size) if layout.world_size > 1 else lambda function, *args: [function(*args)]
+    ranks = run(audit_of_live_routers, layout, options, packs)
+    for i in range(2):  # forward-only, then training
+        found = [findings[i] for findings in ranks]
+        # Three layers route 52 tokens, 46 of them with a route, in each forward and recompute.
+        assert (sum(each.right for each in found), sum(each.wrong for each in found)) == (137, 1)
+        assert (sum(each.recomputed for each in found), sum(each.recomputed_wrong for each in found)) == (138 * i, i)
+        assert sum(each.not_found for each in found) == 0
+        (first,) = [each.first for each in found if each.first]
+        assert first.startswith(f"layer 3, sample 3, position 5, token {token}: the router used experts [")
 
 
 def test_an_audit_logs_samples_that_a_replay_refuses(trainer, chunks, monkeypatch, caplog):
@@ -228,18 +362,31 @@ def test_token_ids_travel_with_routes_of_any_topk(topk, dtype):
         assert bool((back[5] == -1).all())
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_the_script_names_what_a_checkout_renamed(name, tmp_path, capsys):
-    folder = write(tmp_path, SOURCES[name])
+@pytest.mark.parametrize("name", rebuilt.SOURCES)
+def test_whatever_a_trainer_renames_is_named(name, tmp_path, capsys):
+    """Each function, parameter and word of each seam, one after the other."""
+    folder, told = write(tmp_path, rebuilt.SOURCES[name]), set()
     assert seams.main([name, folder]) == 0
-    for path in tmp_path.rglob("*.py"):
-        path.write_text(
-            path.read_text().replace("rollout_routed_experts", "routes").replace("use_router_replay", "replays")
-        )
-        path.write_text(path.read_text().replace("convert_to_training_input", "convert"))
-    capsys.readouterr()
-    assert seams.main([name, folder]) >= (1 if name != "miles" else 0)
-    assert ("MRR808" in capsys.readouterr().out) == (name != "miles")
+    for seam in importlib.import_module(f"megatron_router_replay.trainers.{name}").SEAMS:
+        path = next(tmp_path.glob(f"{seam.module.replace('.', '/')}*.py"))
+        text = path.read_text()
+        function, where = seam.name.split(".")[-1], re.escape(f"MRR808: {seam.module}.{seam.name}")
+        names = [(function, "is gone"), *((each, "has the parameters") for each in seam.parameters.split())]
+        names += [(each, "no longer names") for each in seam.words.split()]
+        for old, message in names:
+            path.write_text(re.sub(rf"\b{old}\b", "renamed", text))
+            capsys.readouterr()
+            assert seams.main([name, folder]) >= 1
+            expected = rf"{where} {message}" + ("" if message == "is gone" else rf".*\['{old}'\]")
+            assert re.search(expected, capsys.readouterr().out), (seam.name, old)
+            told.add(message)
+        path.write_text(text)
+    assert {"is gone", "has the parameters"} <= told
+
+
+def test_a_batch_without_a_field_is_named(trainer):
+    with pytest.raises(SeamError, match=r"fill_routing_replay gets a batch without \['tokens'\]: it has \['ids'\]"):
+        seams.take(slime.FILL, {"ids": []}, "tokens")
 
 
 def test_a_module_that_is_imported_later_is_checked_then(trainer):

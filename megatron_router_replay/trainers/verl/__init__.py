@@ -8,7 +8,8 @@ prefers a class of (device, vendor) to verl's own, and that class only chooses:
     disabled              verl's own, untouched; our engine is not imported
     R2, R3                RouterReplayEngine; SeamError where a function that it overrides is not as in SEAMS
 
-A verl may lay tokens out in another way: rows are found by the tokens that the model gets.
+A verl may lay tokens out in another way: rows are found by the tokens that the model gets. In R3, its agent loop's workers
+add the id of each row's token to the routes, as more layers, so that the engine sees rows that were moved on their way.
 
 verl imports its plug-ins before anything else and hides their errors. So here nothing is imported that can fail, verl's
 engine (seconds, and Megatron-Core with it) is not loaded in processes that do without it, and what goes wrong later is
@@ -19,12 +20,13 @@ Source: verl 0.9.1, verl/__init__.py (plug-ins), workers/engine/base.py (EngineR
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import warnings
 from typing import Any
 
-from megatron_router_replay.errors import RouterReplayError
+from megatron_router_replay.errors import RouterReplayError, SeamError
 from megatron_router_replay.trainers.seams import Seam, hook, when_imported
 
 ENGINE_MODULE = "verl.workers.engine.megatron"
@@ -33,7 +35,7 @@ LAYOUTS = tuple(
     Seam(module="verl.models.mcore.util", name=name, parameters="input_ids pre_process")
     for name in ("preprocess_thd_engine", "preprocess_bshd_engine")
 )
-SEAMS = (
+ENGINE_SEAMS = (
     Seam(
         module=ENGINE,
         name="MegatronEngine.__init__",
@@ -49,6 +51,17 @@ SEAMS = (
     *LAYOUTS,
 )
 """Functions of verl that our engine overrides, or replaces for the length of a pass."""
+
+AGENT_LOOP = Seam(
+    module="verl.experimental.agent_loop.agent_loop",
+    name="AgentLoopWorker._run_agent_loop",
+    parameters="self",
+    words="_agent_loop_postprocess",
+)
+BALANCE = Seam(
+    module="verl.trainer.ppo.metric_utils", name="_compute_rollout_moe_load_counts", parameters="routed_experts"
+)
+SEAMS = (*ENGINE_SEAMS, AGENT_LOOP)  # without BALANCE, which only keeps a metric as it is
 
 RUN_WITH = "0.9.1"
 """The version of verl that our tests drive."""
@@ -130,10 +143,62 @@ def probe() -> None:
     Raises:
         SeamError: one is not as known.
     """
-    for seam in SEAMS:
+    for seam in ENGINE_SEAMS:
         importlib.import_module(seam.module)
         hook(seam, None)
 
 
+def _hook_driver(module: Any) -> None:
+    """Hook the agent loop; where it moved, the engine misses the ids in R3 and raises, and other modes go on."""
+    try:
+        hook(AGENT_LOOP, _carrying)
+    except SeamError as error:
+        warnings.warn(f"{error} Without this hook, R3 raises MRR802 in verl's engine.", stacklevel=2)
+
+
+def _hook_balance(module: Any) -> None:
+    if hasattr(module, BALANCE.name):  # since July 2026
+        hook(BALANCE, _counting)
+
+
+def _carrying(original: Any) -> Any:
+    def _run_agent_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
+        megatron = getattr(self.config.actor_rollout_ref.actor, "megatron", None)
+        # In the instance: the workers of two trainers have one base class, and methods of their own.
+        if "_agent_loop_postprocess" not in vars(self) and replay_mode(megatron) == "R3":
+            self._agent_loop_postprocess = functools.partial(_with_tokens, self._agent_loop_postprocess)
+        return original(self, *args, **kwargs)
+
+    return _run_agent_loop
+
+
+def _with_tokens(postprocess: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
+    """Add token ids to the routes of an agent loop's outputs, then run verl's function."""
+    import torch
+
+    from megatron_router_replay.trainers import token_layers
+
+    for i, each in enumerate(output if isinstance(output, list) else [output]):
+        if each.routed_experts is not None:
+            ids = torch.tensor([*each.prompt_ids, *each.response_ids])
+            # verl cuts rows of tokens that it cut off, too.
+            rows = torch.as_tensor(each.routed_experts)[: len(ids)].to(torch.int16)
+            each.routed_experts = token_layers.add(rows, ids, sample=i)
+    return postprocess(output, *args, **kwargs)
+
+
+def _counting(original: Any) -> Any:
+    def count(routed_experts: Any, *args: Any, **kwargs: Any) -> Any:
+        from megatron_router_replay.trainers import token_layers
+
+        if routed_experts is not None and token_layers.are_in(routed_experts):
+            routed_experts = token_layers.without(routed_experts)
+        return original(routed_experts, *args, **kwargs)
+
+    return count
+
+
+when_imported(AGENT_LOOP.module, _hook_driver)
+when_imported(BALANCE.module, _hook_balance)
 # Also where verl is not imported yet: it would find this module imported already, and import it no more.
 when_imported(ENGINE_MODULE, _register_if_possible)

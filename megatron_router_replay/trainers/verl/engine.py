@@ -10,7 +10,7 @@ Source: verl 0.9.1, workers/engine/megatron/transformer_impl.py; models/mcore/mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from verl.workers.engine.megatron import MegatronEngineWithLMHead
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError
-from megatron_router_replay.trainers import follow
+from megatron_router_replay.trainers import follow, token_layers
 from megatron_router_replay.trainers.seams import hook
 from megatron_router_replay.trainers.verl import LAYOUTS, VerlError
 
@@ -105,8 +105,12 @@ class RouterReplayEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
                 data["routed_experts"] = routed_experts
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             if recorded:
+                values = [
+                    token_layers.add(rows, ids, sample=i)
+                    for i, (rows, ids) in enumerate(zip(recorded, tokens, strict=True))
+                ]
                 output["model_output"]["routed_experts"] = torch.nested.nested_tensor_from_jagged(
-                    torch.cat(recorded).to(data["input_ids"].device), offsets=data["input_ids"].offsets()
+                    torch.cat(values).to(data["input_ids"].device), offsets=data["input_ids"].offsets()
                 )
             # A list, as verl has of each micro-batch: it flattens one of each data-parallel rank, and takes the mean.
             output["metrics"].update({name: [value] for name, value in metrics.items()})
@@ -114,28 +118,33 @@ class RouterReplayEngine(MegatronEngineWithLMHead):  # type: ignore[misc]
 
 
 _NO_ROUTES = {
-    "R3": "rollout.enable_rollout_routing_replay=True asks the engine for them.",
+    "R3": "rollout.enable_rollout_routing_replay=True makes the engine send them.",
     "R2": "the old log-probs' forward returns them as routed_experts: keep that field in the batch.",
 }
 
 
 def _samples(data: Any, tokens: list[Tensor], routed_experts: Any, mode: str) -> tuple[list[Tensor], list[Tensor]]:
-    """Return tokens and routes of each sample; verl's zeros become -1 where nothing trained depends on them."""
-    routes = [rows.cpu() for rows in routed_experts.unbind()]
-    unlike = [i for i, (rows, ids) in enumerate(zip(routes, tokens, strict=True)) if len(rows) != len(ids)]
+    """Return tokens [T] and routes [T, layers, topk] of each sample, -1 where there is no route.
+
+    verl fills with zeros the rows that the engine did not send: the last token, all tokens after the last generation of a
+    multi-turn sample, and whole samples that only fill up a batch. Nothing that is trained can see these. So a sample needs
+    routes up to the token that predicts its last trained one.
+    """
+    values = list(routed_experts.unbind())
+    unlike = [i for i, (rows, ids) in enumerate(zip(values, tokens, strict=True)) if len(rows) != len(ids)]
     if unlike:
         raise LayoutError(f"MRR802: sample {unlike[0]} has another number of routed_experts than of input_ids.")
-    if mode == "R3":
-        counts = _num_routed(routes, data) or [len(rows) - 1 for rows in routes]
-        routes = [_without_tail(rows, count) for rows, count in zip(routes, counts)]
+    whole = [len(ids) if mode == "R2" else len(ids) - 1 for ids in tokens]
+    needed = (_last_trained(data) if mode == "R3" else None) or whole
+    routes = []
+    for i, (rows, ids, at_least) in enumerate(zip(values, tokens, needed, strict=True)):
+        part = token_layers.remove(rows, ids, sample=i, at_least=at_least)
+        if mode == "R3":
+            # An engine may send zeros for tokens that it did not run.
+            sent = (part[at_least:] > 0).flatten(1).any(dim=1).nonzero()
+            part[at_least + (int(sent[-1]) + 1 if sent.numel() else 0) :] = -1
+        routes.append(part)
     return tokens, routes
-
-
-def _without_tail(rows: Tensor, count: int) -> Tensor:
-    """Return rows with -1 after the first `count`."""
-    rows = rows.to(torch.int16).clone()
-    rows[count:] = -1
-    return rows
 
 
 def _laying_out(original: Any) -> Any:
@@ -167,23 +176,6 @@ def _check_not_patched() -> None:
             "routers would run verl's copy of the routing function. Which engine with router_replay.mode other than "
             "disabled is not of this package, a critic's? Disable it there."
         )
-
-
-def _num_routed(samples: Sequence[Tensor], data: Any) -> list[int] | None:
-    """Return how many first tokens of each sample have a route; None: all but the last.
-
-    verl fills with zeros what the engine did not route: the last token, all tokens after the last generation of a multi-turn
-    sample, and whole samples that only fill up a batch. Nothing that is trained can see these. So a sample needs routes up to
-    the token that predicts its last trained one, and after that its rows end where nothing but zeros follows.
-    """
-    last_trained = _last_trained(data)
-    if last_trained is None or len(samples) != len(last_trained):
-        return None
-    counts = []
-    for sample, needed in zip(samples, last_trained):
-        behind = sample[needed:].flatten(1).any(dim=1).nonzero()
-        counts.append(needed if not behind.numel() else needed + int(behind[-1]) + 1)
-    return counts
 
 
 def _last_trained(data: Any) -> list[int] | None:

@@ -14,6 +14,8 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import left_right_2_no_padding
 
+from megatron_router_replay.trainers import token_layers
+
 VOCAB_SIZE = 512
 
 
@@ -62,7 +64,7 @@ def make_batch(seed: int = 0, sizes: Sizes = SIZES) -> Batch:
     widths = {"input_ids": width, "attention_mask": width, "prompts": longest_prompt}
     widths |= {"responses": longest_response, "response_mask": longest_response}
     padded = {name: torch.zeros(num, size, dtype=torch.int64) for name, size in widths.items()}
-    padded["routed_experts"] = torch.zeros(num, width, *routes.shape[1:], dtype=torch.int16)
+    padded["routed_experts"] = torch.zeros(num, width, sizes.num_columns + 2, sizes.topk, dtype=torch.int16)
     samples = zip(sizes.prompts, sizes.responses, tokens, routes.split(lengths))
     for i, (prompt, response, of_sample, its_routes) in enumerate(samples):
         whole = slice(longest_prompt - prompt, longest_prompt + response)
@@ -71,7 +73,9 @@ def make_batch(seed: int = 0, sizes: Sizes = SIZES) -> Batch:
         padded["prompts"][i, longest_prompt - prompt :] = of_sample[:prompt]
         padded["responses"][i, :response] = of_sample[prompt:]
         padded["response_mask"][i, :response] = 1
-        padded["routed_experts"][i, whole.start : whole.stop - 1] = its_routes[:-1]
+        padded["routed_experts"][i, whole.start : whole.stop - 1] = token_layers.add(
+            its_routes[:-1], of_sample, sample=i
+        )
     padded["position_ids"] = (padded["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
     padded["old_log_probs"] = -torch.rand(padded["response_mask"].shape, generator=generator)
     padded["advantages"] = torch.randn(padded["response_mask"].shape, generator=generator)

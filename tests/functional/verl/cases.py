@@ -6,15 +6,20 @@ them, and the tokens of each position are laid out here by hand.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import verl
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
@@ -22,12 +27,13 @@ from verl.utils.megatron.router_replay_patch import RouterReplay as VerlRouterRe
 
 import megatron_router_replay as mrr
 from megatron_router_replay.testing import ParallelSizes
-from megatron_router_replay.trainers import follow
+from megatron_router_replay.trainers import follow, token_layers
 from tests.functional.mcore.cases import as_map, left_over, moe_routers, watched
 from tests.functional.verl import packers
 from tests.functional.verl.batches import LENGTHS, as_verl, make_batch
 from tests.functional.verl.engines import OurEngine, StockEngine, build, engine_config, loss_function, model_config
 from tests.support.gradients import gradients
+from tests.trainers.stand_ins import trainer_imports
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
@@ -213,6 +219,7 @@ def r2(case: Case) -> tuple[Counter[str], Counter[str]]:
     dist.broadcast_object_list(box, src=dist.get_process_group_ranks(group)[-1], group=group)
     recorded = box[0]
     assert recorded.dtype is torch.uint8
+    assert recorded.shape[2] == 6, "four layers, and the tokens' ids in two"
     routes = {
         int(token): route
         for tokens, its_routes in zip(batch.tokens, recorded.unbind(), strict=True)
@@ -265,16 +272,18 @@ def zeros_behind_the_last_generation(padded: dict[str, Tensor], rank: int) -> se
     response, width = padded["response_mask"], padded["prompts"].shape[1]
     response[3, 8:] = 0  # the last 4 of 12 tokens of the response are a tool's, and the engine never saw them
     response[3, 2:4] = 0  # an answer of a tool between two generations has routes
-    padded["routed_experts"][3, width + 7 :] = 0
+    routes, sent = padded["routed_experts"], slice(width - 2, width + 7)
+    routes[3, sent] = token_layers.add(routes[3, sent, :-2], padded["input_ids"][3, sent], sample=3)
+    routes[3, width + 7 :] = 0
     response[5] = 0
-    padded["routed_experts"][5] = 0
+    routes[5] = 0
     return {*padded["responses"][3, 7:].tolist(), *padded["input_ids"][5].tolist()}
 
 
 def lose_rows(padded: dict[str, Tensor], rank: int) -> set[int]:
     """Zeros where the engine lost the routes of two tokens of sample 1, in every layer; returns the tokens."""
     at = padded["prompts"].shape[1] + 1
-    padded["routed_experts"][1, at : at + 2] = 0
+    padded["routed_experts"][1, at : at + 2, :-2] = 0
     return set(padded["input_ids"][1, at : at + 2].tolist())
 
 
@@ -286,6 +295,24 @@ def lose_rows_of_rank_1(padded: dict[str, Tensor], rank: int) -> None:
 def shift_by_one(padded: dict[str, Tensor], rank: int) -> None:
     """The route of each token at the next one, as after a token too much in front."""
     padded["routed_experts"] = padded["routed_experts"].roll(1, dims=1)
+
+
+def exchange_samples(padded: dict[str, Tensor], rank: int) -> None:
+    padded["routed_experts"][[0, 6]] = padded["routed_experts"][[6, 0]]  # equally long prompts
+
+
+def lose_rows_on_the_way(padded: dict[str, Tensor], rank: int) -> None:
+    padded["routed_experts"][1, 8:10] = 0
+
+
+def cut_rows_on_the_way(padded: dict[str, Tensor], rank: int) -> None:
+    """The last row of a sample, which nothing trained depends on."""
+    padded["routed_experts"][1, 7 + 5 - 2] = 0
+
+
+def lose_ids(padded: dict[str, Tensor], rank: int) -> None:
+    """The agent loop's process did not add them."""
+    padded["routed_experts"] = padded["routed_experts"][:, :, :-2]
 
 
 def drop_routes(padded: dict[str, Tensor], rank: int) -> None:
@@ -347,3 +374,50 @@ def patched_by_verl() -> str:
     with pytest.raises(mrr.RouterReplayError) as error:
         Case().engine(OurEngine, "R3")
     return str(error.value)
+
+
+ROUTES = [[[3, 1]], [[0, 2]], [[2, 1]]]
+
+
+def agent_loop(modes: list[str], as_list: bool) -> list[tuple[Tensor, Tensor]]:
+    """Run verl's own `_run_agent_loop`, with an engine's reply in place of a loop, and no store behind it.
+
+    Returns:
+        By mode, the routes that verl's postprocess gets, and those that verl lays out of it for its store.
+    """
+    with trainer_imports(str(Path(verl.__file__).parents[1]), ("verl",)):  # for what it imports and is not installed
+        from verl.experimental.agent_loop import agent_loop as module
+
+        def reply() -> Any:
+            return module.AgentLoopOutput(
+                prompt_ids=[5, 6],
+                response_ids=[7, 70_000],
+                response_mask=[1, 1],
+                metrics={},
+                routed_experts=np.array(ROUTES, dtype=np.uint8),
+            )
+
+        class Loop:
+            async def run(self, sampling_params: Any, **kwargs: Any) -> Any:
+                return [reply()] if as_list else reply()
+
+        class Worker(module.AgentLoopWorker):  # type: ignore[misc]
+            def __init__(self, mode: str) -> None:
+                megatron = SimpleNamespace(router_replay=SimpleNamespace(mode=mode))
+                rollout = SimpleNamespace(actor=SimpleNamespace(megatron=megatron), rollout=SimpleNamespace(trace={}))
+                self.config = SimpleNamespace(actor_rollout_ref=rollout, data={})
+                self.llm_client = self.tokenizer = self.processor = self.hf_model_type = None
+                self.dataset_cls = self.tools = None
+
+            async def _agent_loop_postprocess(self, output: Any, validate: Any, **kwargs: Any) -> Any:
+                return output
+
+        module._agent_loop_registry["mine"] = {}
+        module.hydra.utils.instantiate = lambda **kwargs: Loop()
+        trajectory = {"step": 0, "sample_index": 0, "rollout_n": 0, "validate": False}
+        results = []
+        for mode in modes:
+            done = asyncio.run(Worker(mode)._run_agent_loop({}, trajectory, agent_name="mine", trace=False))
+            (done,) = done if as_list else (done,)
+            results.append((torch.as_tensor(done.routed_experts), done.as_dict()["routed_experts"]))
+        return results

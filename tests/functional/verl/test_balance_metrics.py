@@ -8,6 +8,7 @@ pytest.importorskip("verl", reason="verl is not installed: make test-verl")
 from verl.trainer.ppo.metric_utils import compute_rollout_moe_load_balance_metrics
 
 from megatron_router_replay.diagnostics.fact import imbalance
+from megatron_router_replay.trainers import token_layers
 
 # Layer 1 is dense, layer 2 routes top-1 of 4. Two samples: one token of prompt, three and two of response; padding behind.
 LAYER_2 = torch.tensor([[3, 1, 1, 0], [3, 2, 0, 0]])
@@ -30,3 +31,15 @@ def test_max_vio_is_imbalance_less_one_over_the_response():
 def test_verl_counts_the_filler_of_dense_layers():
     metrics = compute_rollout_moe_load_balance_metrics(ROUTES, RESPONSE_MASK, 4)
     assert metrics["rollout/moe/max_vio/layer_0"] == metrics["rollout/moe/max_vio/max"] == 3  # all on expert 0 of 4
+
+
+def test_the_ids_of_tokens_are_not_counted_as_experts():
+    """The plug-in hooks verl's function: routes with ids give the metrics of routes without."""
+    import megatron_router_replay.trainers.verl  # noqa: F401
+
+    ids = torch.tensor([[7, 151_000, 90], [165, 3, 0]])
+    values = torch.zeros(2, 4, ROUTES.shape[2] + 3, 1, dtype=torch.int64)
+    for i, count in enumerate((3, 2)):
+        values[i, :count] = token_layers.add(ROUTES[i, :count], ids[i], sample=i)
+    own, carried = (compute_rollout_moe_load_balance_metrics(each, RESPONSE_MASK, 4) for each in (ROUTES, values))
+    assert own == carried

@@ -1,14 +1,17 @@
 """verl's real Megatron engine with our replay: every decision at the routers, and loss and gradients to the last bit."""
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 
 pytest.importorskip("verl", reason="verl is not installed: make test-verl")
 
+from megatron_router_replay.errors import PayloadError
 from megatron_router_replay.testing import ParallelSizes
-from megatron_router_replay.trainers.verl.engine import _num_routed
+from megatron_router_replay.trainers import token_layers
+from megatron_router_replay.trainers.verl.engine import _samples
 from tests.functional.verl import cases
 from tests.functional.verl.batches import LENGTHS
 from tests.functional.verl.cases import FIXED, FULL, MOE, Case, r2, r3
@@ -72,16 +75,25 @@ def test_rows_that_the_engine_lost_raise_with_the_sample(workers_1):
 @pytest.mark.parametrize("padded", [False, True])
 def test_rows_are_needed_up_to_the_one_that_predicts_the_last_trained_token(padded):
     """Of a prompt of 5 and a response of 4 tokens, whose last is not trained, and of 4 and 2, which trains nothing."""
-    as_nested = torch.nested.as_nested_tensor
-    ids = as_nested([torch.arange(9), torch.arange(6)], layout=torch.jagged)
-    routes = as_nested([torch.ones(9, 3, 2), torch.ones(6, 3, 2)], layout=torch.strided)
-    routes[0][5:], routes[1][2:] = 0, 0  # the engine lost the end of the first
+    nested = partial(torch.nested.as_nested_tensor, layout=torch.jagged)
+    ids = [torch.arange(9), torch.arange(6)]
     trained, attended = torch.tensor([[1, 1, 1, 0], [0, 0, 0, 0]]), torch.ones(2, 9)
     attended[1, [0, 7, 8]] = 0
-    data = {"input_ids": ids, "response_mask": as_nested([trained[0], trained[1, :2]], layout=torch.jagged)}
+    data = {"input_ids": nested(ids), "response_mask": nested([trained[0], trained[1, :2]])}
     if padded:
         data |= {"response_mask": trained, "attention_mask": attended}
-    assert _num_routed(list(routes.unbind()), data) == [7, 2]
+
+    def samples(*counts):
+        values = [torch.zeros(len(part), 5, 2, dtype=torch.int16) for part in ids]
+        for part, rows, count in zip(ids, values, counts):
+            if count:
+                rows[:count] = token_layers.add(torch.ones(count, 3, 2, dtype=torch.int16), part, sample=0)
+        return _samples(data, ids, nested(values), "R3")[1]
+
+    assert [int((part > 0).all(2).all(1).sum()) for part in samples(7, 0)] == [7, 0]
+    assert [int((part > 0).all(2).all(1).sum()) for part in samples(8, 2)] == [8, 2]
+    with pytest.raises(PayloadError, match="sample 0 has routes of its first 6 of 9 tokens, and row 6 is needed"):
+        samples(6, 0)
 
 
 def test_zeros_that_nothing_trained_can_see_are_live(workers_1):
@@ -102,12 +114,16 @@ def test_routes_that_do_not_fit_raise_on_every_rank(workers_2):
 @pytest.mark.parametrize(
     ("mode", "damage", "flags", "message"),
     [
-        ("R3", cases.shift_by_one, {}, "sample 0: row 0"),
+        ("R3", cases.shift_by_one, {}, "sample 0: the routes at position 1, token "),
+        ("R3", cases.exchange_samples, {}, "sample 0: the routes at position 0, token "),
+        ("R3", cases.lose_rows_on_the_way, {}, "sample 1: rows of routes were lost on their way: 8 of 11"),
+        ("R3", cases.cut_rows_on_the_way, {}, "the last row of the sample is missing"),
+        ("R3", cases.lose_ids, {}, "the driver's process did not import this module"),
         ("R3", cases.drop_routes, {}, "enable_rollout_routing_replay"),
         ("R2", cases.drop_routes, {}, "keep that field in the batch"),
         ("R3", cases.nothing, {"enable_routing_replay": None}, "does not say whether to replay"),
     ],
-    ids=["shifted", "R3 without routes", "R2 without routes", "unmarked"],
+    ids=["shifted", "exchanged", "lost", "cut", "without ids", "R3 without routes", "R2 without routes", "unmarked"],
 )
 def test_what_cannot_be_exact_raises(mode, damage, flags, message, workers_1):
     ((_, text),) = workers_1.run(cases.refused, Case(), mode, damage, flags)

@@ -5,9 +5,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 pytest.importorskip("verl", reason="verl is not installed: make test-verl")
 
+from megatron_router_replay.trainers import token_layers
 from tests.functional.verl import cases
 from tests.support.workers import WorkersError
 
@@ -22,7 +24,7 @@ def fresh_process():
         "import json, sys, verl; before = 'megatron' in sys.modules; from verl.workers.engine import EngineRegistry; "
         "found = EngineRegistry.get_engine_cls('language_model', 'megatron'); "
         "print(json.dumps([before, found.__module__, 'megatron_router_replay.trainers.verl.engine' in sys.modules, "
-        "len(sys.modules['megatron_router_replay.trainers.seams']._finder.waiting)])); "
+        "'verl.workers.engine.megatron' in sys.modules['megatron_router_replay.trainers.seams']._finder.waiting])); "
         # What is gone is looked for when verl's engine has been imported; its own imports have had it by then.
         "import verl.workers.engine.megatron, verl.utils.device; import megatron_router_replay.trainers.verl as ours; "
         "verl.__version__ = '0.10.0'; del verl.utils.device.get_vendor, sys.modules[ours.ENGINE_MODULE]; "
@@ -34,7 +36,7 @@ def fresh_process():
 
 def test_verl_loads_it_as_an_entry_point_and_nothing_of_megatron_with_it(fresh_process):
     found = json.loads(fresh_process.stdout.splitlines()[-2])
-    assert found == [False, "megatron_router_replay.trainers.verl", False, 0]
+    assert found == [False, "megatron_router_replay.trainers.verl", False, False]
 
 
 def test_verls_mode_is_the_switch(workers_1):
@@ -69,3 +71,14 @@ def test_it_refuses_to_run_beside_verls_own_patch(workers_1):
     (message,) = workers_1.run(cases.patched_by_verl)
     workers_1.close()  # its process is patched
     assert "apply_router_replay_patch" in message
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_verls_agent_loop_adds_the_ids_of_tokens_to_routes(as_list, workers_1):
+    ids = torch.tensor([5, 6, 7, 70_000])
+    (((off, _), (carried, laid_out)),) = workers_1.run(cases.agent_loop, ["disabled", "R3"], as_list)
+    workers_1.close()  # its process has stand-ins
+    assert off.tolist() == cases.ROUTES
+    assert torch.equal(carried, token_layers.add(torch.tensor(cases.ROUTES).short(), ids, sample=0))
+    # Rows that verl fills with zeros have no route.
+    assert token_layers.remove(laid_out, ids, sample=0)[:, 0].tolist() == [[3, 1], [0, 2], [2, 1], [-1, -1]]
