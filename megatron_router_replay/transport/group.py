@@ -162,7 +162,13 @@ class Connections:
                 self._store.delete_key(f"met/{self._meetings - 1}")  # all have seen it: they are here
                 return
             while not self._store.check([f"met/{self._meetings}"]):
-                self.raise_if_failed()
+                try:
+                    self.raise_if_failed()
+                except TransportError:
+                    # Since that look, the last process may have arrived, and a fast one may have closed the transport.
+                    if self._store.check([f"met/{self._meetings}"]):
+                        return
+                    raise
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"waited {timeout.total_seconds():g} s for {self._late_members()}.")
                 time.sleep(self._meeting_poll_s)

@@ -167,6 +167,27 @@ def test_a_sender_that_leaves_ends_the_wait_of_a_rank_with_its_words(
     assert attempts(send_and_leave, partial(receive, port, steps=2)) == [raised, f"{ERROR} {elsewhere}"]
 
 
+def test_a_process_that_closes_at_once_ends_no_batch_that_has_arrived(port: int) -> None:
+    def receive_slowly() -> int:
+        with join(port, place=Place()) as group:
+            connections: Any = group._connections
+            look = connections.raise_if_failed
+
+            def look_slowly() -> None:
+                time.sleep(0.5)  # as on a busy machine: the sender leaves in this time
+                look()
+
+            connections.raise_if_failed = look_slowly
+            return group.receive().num_tokens
+
+    def send_late() -> None:
+        with join(port, sender=0) as group:
+            time.sleep(1)
+            group.send(make_trace(400))
+
+    assert attempts(send_late, receive_slowly) == [None, 400]
+
+
 def test_processes_that_disagree_all_raise(port: int) -> None:
     different = ParallelLayout(stage_layers=((1, 2, 3, 5),), dp_size=2)
     for text in attempts(partial(send, port, DP2), partial(receive, port, DP2), partial(receive, port, different, 1)):
