@@ -26,7 +26,7 @@ class Rank:
     def train(self, ref: Any) -> dict[str, Any]:
         times = TransportTimes("training")
         trace = ref.get(timedelta(seconds=30), times=times)
-        assert not (trace.num_tokens and trace.topk_indices.numpy().flags.owndata), "it looks into the object store"
+        assert not (trace.num_tokens and trace.replay_mask.numpy().flags.owndata), "it looks into the object store"
         self.seen = times.metrics("")["rollout_decode_s"], trace.layer_numbers, len(trace.sequence_lengths or ())
         return tensors_of(trace)
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from megatron_router_replay import RoutingTrace
+from megatron_router_replay.trace.header import TraceFormat
 from megatron_router_replay.transport import TransportError, TransportTimes
-from megatron_router_replay.transport.gather import TraceRows
+from megatron_router_replay.transport.gather import TraceRows, views_of_bytes
 
 
 def _trace(num_tokens: int, *, first: int = 0, token_ids: bool = True) -> RoutingTrace:
@@ -35,6 +36,18 @@ def test_samples_of_traces_are_those_they_name_or_one_each() -> None:
     )
     whole = RoutingTrace(topk_indices=torch.arange(4).view(2, 1, 2), layer_numbers=(1,), num_experts=8)
     assert TraceRows([named, whole]).sequence_lengths == (0, 3, 2)
+
+
+def test_rows_lie_in_a_message_widest_values_first() -> None:
+    format = TraceFormat(layer_numbers=(1,), topk=2, num_experts=300, has_token_ids=True)
+    flat = torch.tensor([1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 4, 0, 5, 0, 6, 1, 1, 0, 99], dtype=torch.uint8)
+    rows = views_of_bytes(flat[:-1], format, 2)  # little-endian: 4 bytes a token, 2 an id, 1 of the mask
+    assert rows["token_ids"].tolist() == [1, 2]
+    assert rows["topk_indices"].tolist() == [[[3, 4]], [[5, 262]]]
+    assert rows["replay_mask"].tolist() == [True, False]
+    rows["token_ids"][0] = 7
+    assert flat[0] == 7, "views, no copies"
+    assert {name: len(value) for name, value in views_of_bytes(flat, format, 0).items()} == dict.fromkeys(rows, 0)
 
 
 def test_traces_of_different_kinds_are_refused() -> None:

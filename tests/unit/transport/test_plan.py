@@ -31,18 +31,6 @@ def test_a_partition_that_does_not_fit_is_refused(partition, message) -> None:
         plan_routes((1, 2, 3), layout=layout, format=FORMAT, partition=partition)
 
 
-def test_ranks_are_numbered_tp_first_pp_last() -> None:
-    layout = ParallelLayout(stage_layers=((2,), (3, 5)), dp_size=2, cp_size=2, tp_size=2)
-    places = layout.places()
-    assert len(places) == 16
-    expected = {0: (0, 0, 0, 0), 1: (0, 0, 0, 1), 2: (0, 0, 1, 0), 4: (1, 0, 0, 0), 8: (0, 1, 0, 0), 15: (1, 1, 1, 1)}
-    assert {rank: tuple(places[rank]) for rank in expected} == expected
-    assert [layout.place_of(rank) for rank in range(16)] == places
-    for rank in (16, -1):
-        with pytest.raises(TransportError, match=f"rank {rank} is not in a layout of 16 ranks"):
-            layout.place_of(rank)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -54,6 +42,9 @@ def test_ranks_are_numbered_tp_first_pp_last() -> None:
 def test_a_layout_that_no_job_has_is_refused(options, message) -> None:
     with pytest.raises(TransportError, match=message):
         ParallelLayout(**{"stage_layers": ((1,),)} | options)
+    for rank in (2, -1):
+        with pytest.raises(TransportError, match=f"rank {rank} is not in a layout of 2 ranks"):
+            ParallelLayout(stage_layers=((1,), ())).place_of(rank)
 
 
 @pytest.mark.parametrize(
