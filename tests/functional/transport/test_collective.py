@@ -124,7 +124,7 @@ def test_a_slow_consumer_gets_every_row_through_two_buckets_of_memory(port: int)
     assert {each.nbytes() for each in memory} == {31_775 * 32}
 
 
-def test_send_returns_at_once_the_next_one_waits_and_training_gets_the_seconds_of_the_rollout(port: int) -> None:
+def test_send_returns_at_once_the_next_one_waits_and_seconds_reach_training(port: int) -> None:
     traces = [make_trace(seed=seed) for seed in range(3)]
     asked = threading.Event()
 

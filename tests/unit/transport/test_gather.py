@@ -77,7 +77,7 @@ def test_training_names_the_step_of_the_rollout_side_that_it_waited_for(seconds:
     assert times.line() == line
 
 
-def test_seconds_of_both_sides_are_added_up_also_of_a_block_that_raises_and_taken_once() -> None:
+def test_seconds_of_both_sides_are_added_also_of_a_block_that_raises_and_taken_once() -> None:
     times = TransportTimes("training")
     times.add({"rollout_send": 2.0})
     times.add({"rollout_send": 0.5})
