@@ -66,7 +66,7 @@ class ParallelLayout:
 
     @property
     def num_copies(self) -> int:
-        """Ranks with the same rows and layers: those of a context- and tensor-parallel group, neighbours in `places`."""
+        """Count the ranks with the same rows and layers, which are neighbours in `places`."""
         return self.cp_size * self.tp_size
 
     def places(self) -> list[Place]:

@@ -81,7 +81,9 @@ def put_parts(
     partition: Partition = "round_robin",
     times: TransportTimes | None = None,
 ) -> dict[Place, TraceRef]:
-    """Put every place's part into the object store and return the references; its copies share one.
+    """Put every place's part into the object store and return the references.
+
+    The ranks of a tensor- and context-parallel group share one.
 
     Args:
         traces: the batch, or this worker's samples of it.
