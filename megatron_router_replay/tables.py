@@ -6,7 +6,6 @@ Nothing here needs torch: a command must work where it is missing.
 from __future__ import annotations
 
 import os
-import shutil
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -106,17 +105,11 @@ def replace_text(path: str | os.PathLike[str], text: str) -> Path:
     Raises:
         OSError: it cannot be written; nothing was changed.
     """
-    # A link's target is replaced, not the link; a device or a pipe has nothing to keep.
-    target = Path(path).resolve()
-    if target.exists() and not target.is_file():
-        target.write_text(text, encoding="utf-8")
-        return Path(path)
+    target = Path(path)
     temporary = target.with_name(f".{target.name[:40]}.{os.getpid()}.tmp")
     try:
         temporary.write_text(text, encoding="utf-8")
-        if target.exists():
-            shutil.copymode(target, temporary)
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
-    return Path(path)
+    return target

@@ -75,7 +75,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "capture": ("tests/unit/capture",),
     "diagnostics": ("tests/unit/diagnostics",),
     "transport": ("tests/unit/transport", "tests/functional/transport/test_collective.py"),
-    "trainers": ("tests/unit/trainers",),
+    "trainers": ("tests/trainers",),
     "cli": ("tests/unit/cli",),
 }
 """The folders of the package, one file of it, and the quick tests of each."""

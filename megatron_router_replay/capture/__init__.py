@@ -23,24 +23,9 @@ and every token of the finished sequence. A batch padded or reordered otherwise 
 Source: the design of vLLM 0.21's routed experts replay and of SGLang's capturer; the code is our own.
 """
 
-import sys
-from types import ModuleType
-from typing import Any
-
 from megatron_router_replay.capture.capturer import Capturer
 from megatron_router_replay.capture.forward import token_positions
 from megatron_router_replay.capture.routers import CaptureError, RouterSite
 from megatron_router_replay.capture.watched import watch
 
 __all__ = ["CaptureError", "Capturer", "RouterSite", "token_positions", "watch"]
-
-
-class _NoFunction(ModuleType):
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        raise CaptureError(
-            "MRR101: mrr.capture is a package, not a function: mrr.capture.watch(model) records a model that generates, "
-            "mrr.record(model) one of Megatron-Core."
-        )
-
-
-sys.modules[__name__].__class__ = _NoFunction

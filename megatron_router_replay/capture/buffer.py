@@ -26,7 +26,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, tor
 
 
 class RoutingBuffer:
-    """The routes, stamps and token ids of one forward.
+    """Device memory of a forward: its routes, stamps and token ids.
 
     Routes have the narrowest dtype that fits num_experts + 1 values: an id outside 0..num_experts - 1 is clamped to -1 or
     num_experts before it is narrowed, so that it is still detected.
@@ -74,9 +74,8 @@ class RoutingBuffer:
         """Count the calls and rows of every layer from 0; eager routers write until `end`."""
         self.stamps.zero_()
         self.eager_stamps = [0] * len(self._layers)
-        if (
-            len(self._slots[0]) != num_tokens
-        ):  # decode steps repeat one size; slicing each layer takes longer than a write
+        # Decode steps repeat one size, and slicing each layer takes longer than a write.
+        if len(self._slots[0]) != num_tokens:
             self._slots = self.routes[:, :num_tokens].unbind()
         self.num_announced = num_tokens
 
@@ -121,7 +120,7 @@ class RoutingBuffer:
                 f"MRR701: layer_number {site.layer_number} handed over {topk_indices.dtype}: expected integer expert ids."
             )
         rows = topk_indices if topk_indices.dim() == 2 else topk_indices.flatten(0, -2)
-        # clamp needs -1, which unsigned dtypes lack, and num_experts, which may not fit other narrow ones.
+        # clamp needs -1, which unsigned dtypes cannot hold, and num_experts, which may not fit narrow ones.
         rows = rows if rows.dtype in (torch.int64, torch.int32) else rows.long()
         num_rows, is_graph = rows.shape[0], self._is_graph()
         # In a graph the sizes are constants of the capture, and the stamp shows a different number of rows later.

@@ -168,7 +168,7 @@ class Capturer:
                 self._log.append(forward)
 
     def finish(self, request_id: Hashable, token_ids: Any) -> RoutingTrace | None:
-        """End a request and return its routes as one sample. A rank that is not tp_rank 0 gets None.
+        """End a request and return its routes as one sample. Tensor-parallel ranks above 0 get None.
 
         The last sampled token was never forwarded, so it has no route; nor have tokens of a prefix cache. Later rows, of
         rejected speculative tokens or a batch that ran on, are dropped.
@@ -230,6 +230,7 @@ class Capturer:
             self._log.clear()
 
     def _detach(self) -> None:
+        """Take the hooks off the model; the rows of requests stay."""
         for hook in self._hooks:
             hook.remove()
         self._buffer.is_open = False  # compiled code has the hooks inlined and still calls them

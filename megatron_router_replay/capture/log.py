@@ -173,7 +173,7 @@ class StepLog:
             is_exact = is_expert.all(axis=(1, 2)) & (own["token_id"] != MASKED)
             if not is_exact.all():
                 errors.append(self._token_error(request.request_id, own[~is_exact], is_expert[~is_exact]))
-            # The others stay unwritten, so that `finish` names them if they are needed.
+            # Inexact rows stay unwritten, so that `finish` names them if they are needed.
             request.write(own[is_exact])
         return errors
 

@@ -131,7 +131,7 @@ class Watched:
 
 @contextmanager
 def watch(model: nn.Module, *, max_num_tokens: int = 8192) -> Iterator[Watched]:
-    """Capture the routes of `model.generate(...)` inside the block.
+    """Capture the routes of `model.generate(...)` in a `with` block.
 
     Take the trace of the last call inside the block or after it.
 

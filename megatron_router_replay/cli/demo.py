@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from megatron_router_replay.cli.output import Json, Out, check_out, emit, reporting_errors, say
+from megatron_router_replay.cli.output import Json, emit, reporting_errors, say
 from megatron_router_replay.tables import Table
 
 if TYPE_CHECKING:
@@ -20,14 +20,13 @@ next, with a model of yours:
   docs/first_hour.md           this demo, line by line: decode, replay, compare"""
 
 
-def demo(as_json: Json = False, out: Out = None) -> None:
+def demo(as_json: Json = False) -> None:
     """Replay a real vLLM response in Megatron-Core: 2 processes, pipeline parallel, full recompute, on this CPU."""
     with reporting_errors():
-        check_out(out)
         from megatron_router_replay.demo import run_demo
 
         result = run_demo(say)
-        emit(_text(result), asdict(result), as_json=as_json, out=out)
+        emit(_text(result), asdict(result), as_json=as_json)
     exact = result.differ_with_replay == 0 and result.recomputes_identical == result.recomputes_checked > 0
     if exact:
         say(f"\n{NEXT}")

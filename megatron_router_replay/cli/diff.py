@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_router_replay.cli.output import Json, Out, check_out, emit, progress, reporting_errors, say
+from megatron_router_replay.cli.output import Json, emit, progress, reporting_errors, say
 
 StepOf = typer.Option(help="The step, if it is a folder of several.", metavar="N")
 RunOf = typer.Option(help="The run, if several saved that step.", metavar="RUN")
@@ -33,7 +33,6 @@ def diff(
         bool, typer.Option("--layers", help="List every layer, not only those that differ most.", metavar="")
     ] = False,
     as_json: Json = False,
-    out: Out = None,
 ) -> None:
     """Compare two traces: where they route tokens to different experts, and where those routes lie in A.
 
@@ -43,8 +42,6 @@ def diff(
     Exit code 0: the same experts everywhere; 1: they differ; 2: an input cannot be read.
     """
     with reporting_errors():
-        check_out(html)
-        check_out(out)
         from megatron_router_replay.diagnostics import diff_traces
         from megatron_router_replay.diagnostics.trace_diff import diff_text
 
@@ -70,5 +67,5 @@ def diff(
         # Two traces with nothing in common are not the same, whatever --common leaves out.
         same = found.same_in_common and bool(found.decisions) if common else found.same
         text = diff_text(found, max_layers=None if layers else 10, hint=" (--layers lists all)")
-        emit(text, found.to_dict() | {"same": same}, as_json=as_json, out=out)
+        emit(text, found.to_dict() | {"same": same}, as_json=as_json)
     raise typer.Exit(0 if same else 1)

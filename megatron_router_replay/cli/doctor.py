@@ -15,7 +15,7 @@ from typing import Any
 import typer
 
 import megatron_router_replay
-from megatron_router_replay.cli.output import Json, Out, check_out, emit, reporting_errors
+from megatron_router_replay.cli.output import Json, emit, reporting_errors
 from megatron_router_replay.errors import RouterReplayError
 from megatron_router_replay.tables import printable
 
@@ -28,7 +28,7 @@ _MODULES = {"megatron-core": "megatron.core", "transformer-engine": "transformer
 """Distribution -> its module, where the names differ."""
 
 
-def doctor(as_json: Json = False, out: Out = None) -> None:
+def doctor(as_json: Json = False) -> None:
     """Show the installed packages, and check torch and Megatron-Core.
 
     To check a model, call mrr.explain(model).
@@ -36,14 +36,13 @@ def doctor(as_json: Json = False, out: Out = None) -> None:
     Exit code 0: fine; 1: something is missing.
     """
     with reporting_errors():
-        check_out(out)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Megatron-Core warns on import about each optional package
             environment = _environment()
         problems = environment["problems"]
         text = _environment_text(environment)
         text.append("replay cannot run here, see the problems above" if problems else "ready for replay")
-        emit("\n".join(text), {"environment": environment, "problems": problems}, as_json=as_json, out=out)
+        emit("\n".join(text), {"environment": environment, "problems": problems}, as_json=as_json)
     raise typer.Exit(1 if problems else 0)
 
 

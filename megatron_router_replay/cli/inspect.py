@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatron_router_replay.cli.output import Json, Out, Step, check_out, emit, progress, reporting_errors
+from megatron_router_replay.cli.output import Json, Step, emit, progress, reporting_errors
 from megatron_router_replay.tables import Table, number_words, percent, printable
 
 if TYPE_CHECKING:
@@ -24,11 +24,9 @@ def inspect(
     step: Step = None,
     run: Annotated[str | None, typer.Option(help="The run, if several saved that step.", metavar="RUN")] = None,
     as_json: Json = False,
-    out: Out = None,
 ) -> None:
     """Summarize a trace file or folder: shapes, layers, missing routes, expert load. Every byte is checked."""
     with reporting_errors():
-        check_out(out)
         from megatron_router_replay.store import TraceStore
 
         store = TraceStore(path, run=run)
@@ -41,7 +39,7 @@ def inspect(
             with progress("reading") as on_rows:
                 values = _trace(path, step, run, on_rows)
             text = _trace_text(values)
-        emit(text, values, as_json=as_json, out=out)
+        emit(text, values, as_json=as_json)
 
 
 def _step(store: TraceStore, step: int) -> dict[str, Any]:

@@ -6,17 +6,15 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
 from megatron_router_replay.errors import RouterReplayError
-from megatron_router_replay.tables import printable, replace_text
+from megatron_router_replay.tables import printable
 
 BAD_INPUT, INTERRUPTED = 2, 130
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.", metavar="")]
-Out = Annotated[Path | None, typer.Option("--out", help="Also write the JSON to this file.", metavar="FILE")]
 Step = Annotated[int | None, typer.Option(help="The step, if the folder holds several.", metavar="N")]
 
 
@@ -63,20 +61,9 @@ def progress(title: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def check_out(out: Path | None) -> None:
-    """Refuse a file that cannot be written before any work is done."""
-    if out is not None and not out.absolute().parent.is_dir():
-        fail(f"MRR501: cannot write {out}: its folder does not exist.")
-    if out is not None and out.is_dir():
-        fail(f"MRR501: cannot write {out}: it is a folder.")
-
-
-def emit(text: str, values: Any, *, as_json: bool, out: Path | None = None) -> None:
-    """Print the text or the JSON on stdout, and write the JSON to `out`."""
-    content = json.dumps(values, indent=2)
-    if out is not None:
-        replace_text(out, content + "\n")
-    typer.echo(content if as_json else _shown(text, sys.stdout))
+def emit(text: str, values: Any, *, as_json: bool) -> None:
+    """Print the text or the JSON on stdout."""
+    typer.echo(json.dumps(values, indent=2) if as_json else _shown(text, sys.stdout))
 
 
 def say(text: str) -> None:

@@ -26,7 +26,7 @@ SAMPLES_PER_MICROBATCH = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoResult:
-    """Results of the demo; `--json` and `--out` write these fields.
+    """Results of the demo; `--json` prints these fields.
 
     Args:
         prompts, tokens_generated: of the engine's response.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Protocol
 
 from torch import Tensor
@@ -50,32 +50,33 @@ class TraceRows:
         for i, trace in enumerate(traces):
             if (format := TraceFormat.of(trace)) != self.format:
                 raise TransportError(f"MRR606: trace {i} is {format}, trace 0 {self.format}: they must agree.")
-        self.sequence_lengths = tuple(
-            length
-            for trace in traces
-            for length in (trace.sequence_lengths if trace.sequence_lengths is not None else (trace.num_tokens,))
-        )
-        self._ids = [trace.topk_indices.cpu() for trace in traces]
-        self._per_token = {name: [getattr(trace, name).cpu() for trace in traces] for name in self.format.per_token}
+        lengths = [(t.num_tokens,) if t.sequence_lengths is None else t.sequence_lengths for t in traces]
+        self.sequence_lengths = tuple(chain.from_iterable(lengths))
+        names = ("topk_indices", *self.format.per_token)
+        self._tensors = {name: [getattr(trace, name).cpu() for trace in traces] for name in names}
         self._ends = list(accumulate(trace.num_tokens for trace in traces))
 
     def fill(self, runs: Runs, layer_numbers: tuple[int, ...], memory: Memory) -> None:
         """Write these runs of rows, in order, into `memory`."""
         columns = neighbour_runs([self.format.layer_numbers.index(number) for number in layer_numbers]).tolist()
-        ids = memory["topk_indices"]
         at = 0
         for start, stop in runs:
             while start < stop:
                 trace = bisect_right(self._ends, start)
                 first_row = self._ends[trace - 1] if trace else 0
                 length = min(stop, self._ends[trace]) - start
+                # Rows of one trace at a time: a run of the batch may end in another trace.
                 rows, target = slice(start - first_row, start - first_row + length), slice(at, at + length)
-                for to_layer, from_layer, layers in columns:
-                    ids[target, to_layer : to_layer + layers] = self._ids[trace][rows, from_layer : from_layer + layers]
-                for name, tensors in self._per_token.items():
-                    memory[name][target] = tensors[trace][rows]
+                for name, tensors in self._tensors.items():
+                    if name != "topk_indices":
+                        memory[name][target] = tensors[trace][rows]
+                        continue
+                    for to_layer, layer, layers in columns:
+                        memory[name][target, to_layer : to_layer + layers] = tensors[trace][
+                            rows, layer : layer + layers
+                        ]
                 start, at = start + length, at + length
-        assert at == len(ids), "the plan's runs cover the memory"
+        assert at == len(memory["topk_indices"]), "the plan's runs cover the memory"
 
 
 def views_of_bytes(flat: Tensor, format: TraceFormat, rows: int) -> dict[str, Tensor]:

@@ -59,13 +59,15 @@ class ParallelLayout:
         stages = tuple(tuple(sorted(int(number) for number in stage)) for stage in self.stage_layers)
         numbers = [number for stage in stages for number in stage]
         if not stages or min(self.dp_size, self.cp_size, self.tp_size) < 1:
-            raise TransportError(
-                f"MRR601: a layout needs a stage and sizes of 1 or more, got {len(stages)} stages, dp_size={self.dp_size}, "
-                f"cp_size={self.cp_size}, tp_size={self.tp_size}."
-            )
+            raise TransportError(f"MRR601: a layout needs a stage and sizes of 1 or more: {self}.")
         if len(set(numbers)) != len(numbers):
             raise TransportError(f"MRR601: stage_layers {stages} names a layer twice: a layer is on one stage.")
         object.__setattr__(self, "stage_layers", stages)
+
+    @property
+    def num_copies(self) -> int:
+        """Count the ranks with the same rows and layers, which are neighbours in `places`."""
+        return self.cp_size * self.tp_size
 
     def places(self) -> list[Place]:
         """Return all places in the order of their global ranks.
@@ -92,7 +94,7 @@ class ParallelLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """Rows and layers of one place; the same for all its tensor- and context-parallel ranks.
+    """Rows and layers of a place; the same for all its tensor- and context-parallel ranks.
 
     Args:
         runs: the rows of its samples as rows of the batch, in order, one run a sample.
@@ -122,7 +124,7 @@ def plan_routes(
     format: TraceFormat,
     partition: Partition = "round_robin",
 ) -> dict[Place, Part]:
-    """Return which rows and layers each place gets, in the order of their global ranks; TP ranks share one Part.
+    """Return which rows and layers each place gets, in the order of their global ranks; copies share one Part.
 
     Args:
         sequence_lengths: tokens of each sample of the batch, in the order of its rows.
@@ -130,7 +132,7 @@ def plan_routes(
         partition: which samples each data-parallel rank trains on.
 
     Raises:
-        TransportError: the trace lacks a layer, a length is negative, or the partition does not fit.
+        TransportError: a layer is not in the trace, a length is negative, or the partition does not fit.
     """
     if min(sequence_lengths, default=0) < 0:
         raise TransportError(f"MRR606: a sample has {min(sequence_lengths)} tokens: lengths must be 0 or more.")
@@ -140,14 +142,17 @@ def plan_routes(
             f"MRR606: the layout has MoE layers {missing}, the trace has [{listed(format.layer_numbers)}]: every stage "
             "needs its own."
         )
+    # Rows of the batch count through the samples of all senders.
     bounds = [(end - length, end) for end, length in zip(accumulate(sequence_lengths), sequence_lengths)]
-    samples = partition_samples(sequence_lengths, dp_size=layout.dp_size, partition=partition)
-    runs = [tuple(bounds[sample] for sample in of_rank) for of_rank in samples]
-    formats = [format.select_layers(numbers) for numbers in layout.stage_layers]
+    samples = partition_samples(len(sequence_lengths), dp_size=layout.dp_size, partition=partition)
     parts: dict[Place, Part] = {}
     for place in layout.places():
-        shared = parts.get(place._replace(tp_rank=0))
-        parts[place] = shared or Part(runs=runs[place.dp_rank], format=formats[place.pp_rank])
+        # One object for all copies, so that a caller makes its rows once.
+        first = place._replace(cp_rank=0, tp_rank=0)
+        parts[place] = parts.get(first) or Part(
+            runs=tuple(bounds[sample] for sample in samples[place.dp_rank]),
+            format=format.select_layers(layout.stage_layers[place.pp_rank]),
+        )
     return parts
 
 
@@ -186,7 +191,7 @@ def plan_buckets(parts: Mapping[Place, Part], sender_ends: Sequence[int], bucket
                 sender = bisect_right(sender_ends, start)
                 first_row = sender_ends[sender - 1] if sender else 0
                 bucket = last.get(sender)
-                # Neighbouring samples of one sender share a bucket, also where other ranks have the samples between them.
+                # Neighbouring samples of a sender share a bucket, also where other ranks have the samples between them.
                 if bucket is None or bucket.stop != position or position - bucket.start == step:
                     bucket = Bucket(place, sender, bucket.turn + 1 if bucket else 0, position, position, [])
                     last[sender] = bucket
@@ -198,34 +203,25 @@ def plan_buckets(parts: Mapping[Place, Part], sender_ends: Sequence[int], bucket
     return sorted(result, key=lambda bucket: (bucket.turn, bucket.sender))
 
 
-def partition_samples(
-    sequence_lengths: Sequence[int], *, dp_size: int, partition: Partition = "round_robin"
-) -> tuple[tuple[int, ...], ...]:
+def partition_samples(num_samples: int, *, dp_size: int, partition: Partition) -> tuple[tuple[int, ...], ...]:
     """Return the samples of each data-parallel rank; the same result wherever it is computed.
 
     Args:
-        sequence_lengths: tokens of each sample.
         partition: "round_robin": sample i goes to rank i % dp_size. Or the samples of each rank, in the order in which it
             wants their rows.
 
     Raises:
         TransportError: an unknown rule, or the given samples do not exist or go to two ranks.
     """
-    if dp_size < 1:
-        raise TransportError(f"MRR601: cannot partition samples over dp_size={dp_size}: it must be 1 or more.")
     if partition == "round_robin":
-        return tuple(tuple(range(rank, len(sequence_lengths), dp_size)) for rank in range(dp_size))
+        return tuple(tuple(range(rank, num_samples, dp_size)) for rank in range(dp_size))
     if isinstance(partition, str):
         raise TransportError(f"MRR601: partition={partition!r} must be 'round_robin' or the samples of each rank.")
     samples = tuple(tuple(int(sample) for sample in of_rank) for of_rank in partition)
     flat = [sample for of_rank in samples for sample in of_rank]
-    if len(samples) != dp_size or len(set(flat)) != len(flat):
+    if len(samples) != dp_size or len(set(flat)) != len(flat) or not set(flat) <= set(range(num_samples)):
         raise TransportError(
-            f"MRR601: the partition names {len(samples)} ranks and {len(flat)} samples, {len(flat) - len(set(flat))} of them "
-            f"twice: give each of dp_size={dp_size} ranks its own samples."
-        )
-    if flat and not (0 <= min(flat) and max(flat) < len(sequence_lengths)):
-        raise TransportError(
-            f"MRR601: the partition names samples {min(flat)}..{max(flat)}, there are {len(sequence_lengths)}, from 0."
+            f"MRR601: partition={str(samples)[:200]}: give each of dp_size={dp_size} ranks its own samples, each of "
+            f"0..{num_samples - 1} at most once."
         )
     return samples

@@ -1,4 +1,4 @@
-"""How long each step of the way from engine to router took, and what training waited for."""
+"""Seconds of each step from engine to router, and the step that training waited for."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _DOING = {
 
 
 class TransportTimes:
-    """Wall-clock seconds of each activity of this process.
+    """Count the wall-clock seconds of each activity of a process.
 
     Args:
         side: which side of the transport this process is.
 
-    Every transfer takes the rollout side's seconds along to training, which can so name what it waited for.
+    Every transfer takes the rollout side's seconds along to training, which names the activity that it waited for.
     """
 
     def __init__(self, side: Side) -> None:

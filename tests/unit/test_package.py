@@ -77,7 +77,6 @@ CALLS = {
         lambda p: mrr.replay(TRACE, torch.nn.Linear(1, 1)).__enter__(),
         "The arguments are swapped",
     ),
-    "capture(model)": (lambda p: mrr.capture(torch.nn.Linear(1, 1)), "mrr.capture.watch(model)"),
     "concat_traces(trace)": (lambda p: mrr.concat_traces(TRACE), "cannot concatenate one trace by itself: give a list"),
     "merge_traces(tensors)": (lambda p: mrr.merge_traces([TENSOR]), "cannot merge Tensor (number 0)"),
     "append(tensor)": (lambda p: mrr.engines.RoutingSegments().append(TENSOR), "cannot append a Tensor"),

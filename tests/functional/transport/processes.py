@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,16 +27,16 @@ LIMITS: dict[str, Any] = {
     "bucket_bytes": 1 << 20,
 }
 _PRELOAD = ["megatron_router_replay.testing.preload", "megatron_router_replay.transport"]
-"""That of GlooWorkers and more: a process has one fork server, started by whoever needs it first."""
+"""That of GlooWorkers and more: a process has one fork server, which the first user starts."""
 
 
-def make_trace(num_tokens: int = 400_000, *, seed: int = 0) -> RoutingTrace:
+def make_trace(num_tokens: int = 400_000, *, seed: int = 0, num_experts: int = 128) -> RoutingTrace:
     """Return 8 ids a layer of 4 layers, 33 bytes a row with the mask; ids are distinct by construction."""
     first = torch.randint(0, 16, (num_tokens, len(LAYERS), 1), generator=torch.Generator().manual_seed(seed))
     return RoutingTrace(
-        topk_indices=(first + 16 * torch.arange(8)).to(torch.uint8),
+        topk_indices=first + 16 * torch.arange(8),
         layer_numbers=LAYERS,
-        num_experts=128,
+        num_experts=num_experts,
         sequence_lengths=(num_tokens // 4,) * 4,
     )
 
@@ -49,7 +48,7 @@ def check_sum(ids: torch.Tensor) -> int:
 
 
 class Child:
-    """A function in a process of its own, started; `result()` is what it returned or the text of what it raised."""
+    """A function in a process of its own, started; `result()` is its result or the text of its error."""
 
     def __init__(self, function: Callable[..., Any], *args: Any, **options: Any) -> None:
         methods = multiprocessing.get_all_start_methods()
@@ -57,7 +56,7 @@ class Child:
         if "forkserver" in methods:
             context.set_forkserver_preload(_PRELOAD)
         self._pipe, child_end = context.Pipe()
-        self.process = context.Process(target=_run, args=(child_end, function, args, options), daemon=True)
+        self.process = context.Process(target=_run, args=(child_end, partial(function, *args, **options)), daemon=True)
         self.process.start()
         child_end.close()
 
@@ -65,42 +64,36 @@ class Child:
         assert self._pipe.poll(timeout_s), "the child hangs"
         return self._pipe.recv()
 
-    def died_by(self) -> int:
-        self.process.join(30)
-        return -int(self.process.exitcode)
+
+def attempt(function: Callable[[], Any]) -> Any:
+    """Return a function's result, or the text of its error."""
+    try:
+        return function()
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
 
 
-def _run(pipe: Any, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+def _run(pipe: Any, function: Callable[[], Any]) -> None:
     torch.set_num_threads(1)
     # Tests that run in the background of a script inherit that Ctrl-C is ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        pipe.send(function(*args, **options))
-    except BaseException as error:
-        pipe.send(f"{type(error).__name__}: {error}")
+    pipe.send(attempt(function))
 
 
 def in_threads(*functions: Callable[[], Any]) -> list[Any]:
-    """Return what functions return that wait for each other."""
+    """Return the results of functions that wait for each other."""
     with ThreadPoolExecutor(len(functions)) as threads:
         return [future.result(300) for future in [threads.submit(function) for function in functions]]
 
 
 def attempts(*functions: Callable[[], Any]) -> list[Any]:
-    """Return what functions return that wait for each other, or the text of what they raise."""
-
-    def attempt(function: Callable[[], Any]) -> Any:
-        try:
-            return function()
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-
+    """Return the results of functions that wait for each other, or the texts of their errors."""
     return in_threads(*(partial(attempt, function) for function in functions))
 
 
 @contextmanager
 def children(*started: Child) -> Iterator[None]:
-    """Kill what is left at the end."""
+    """Kill those that are left at the end."""
     try:
         yield
     finally:
@@ -113,15 +106,23 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def interrupt() -> None:
-    """Press Ctrl-C."""
-    os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(1)
+def stop() -> None:
+    """Stop this process, as a debugger or a hanging driver does."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def interrupt_in_two_seconds() -> None:
+    """Press Ctrl-C when the main thread waits."""
+    threading.Timer(2.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
 
 
 def refuse() -> None:
     """Raise as a consumer or a source of the user's own does."""
     raise ValueError("no room for these rows")
+
+
+def nothing() -> None:
+    """Do nothing."""
 
 
 def join(port: int, layout: ParallelLayout = ONE, **options: Any) -> RouteGroup:
@@ -136,8 +137,8 @@ def receive(
     *,
     steps: int = 1,
     at_second_bucket: Callable[[], None] | None = None,
-    before: Callable[[], None] = lambda: None,
-    after: Callable[[], None] | None = None,
+    before: Callable[[], Any] = nothing,
+    after: Callable[[], Any] = nothing,
     **options: Any,
 ) -> list[int]:
     """Be a training rank: receive batches and return a check sum of each, unless something is done to it."""
@@ -145,20 +146,14 @@ def receive(
         before()
         if at_second_bucket is None:
             sums = [check_sum(group.receive().topk_indices) for _ in range(steps)]
-            if after is not None:
-                after()
+            after()
             return sums
         group.stream(lambda start, trace: at_second_bucket() if start else None)
         return []
 
 
-def wait_then_interrupt() -> None:
-    """Press Ctrl-C in two seconds, when the main thread waits."""
-    threading.Timer(2.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-
-
 class FailingRows(TraceRows):
-    """A source that does something when it is asked for rows behind the first bucket."""
+    """A source that does something at the first row after the first bucket."""
 
     def __init__(self, action: Callable[[], None]) -> None:
         super().__init__([make_trace()])
@@ -170,10 +165,10 @@ class FailingRows(TraceRows):
         super().fill(runs, layer_numbers, memory)
 
 
-def send(port: int, layout: ParallelLayout = ONE, *, action: Callable[[], None] | None = None, **options: Any) -> None:
+def send(port: int, layout: ParallelLayout = ONE, *, action: Callable[[], None] = nothing, **options: Any) -> None:
     """Be a rollout process: send a batch, and do something in the middle of it."""
     with join(port, layout, **{"sender": 0} | options) as group:
-        group.send(make_trace() if action is None else FailingRows(action))
+        group.send(FailingRows(action))
 
 
 def send_small(group: RouteGroup) -> None:

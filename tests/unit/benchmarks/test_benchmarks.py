@@ -24,30 +24,19 @@ def test_a_ratio_needs_the_same_rounds():
         ratio({"ours": [1.0, 2.0], "theirs": [1.0]}, "ours", "theirs")
 
 
-def test_each_round_runs_every_alternative_once_behind_its_preparation():
-    calls = []
-    ticks = iter(range(100))
-    seconds = rounds(
-        {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")},
-        repeats=3,
-        warm_up=1,
-        prepare={"b": lambda: calls.append("before b")},
-        clock=lambda: next(ticks),
-    )
-    assert seconds == {"a": [1.0, 1.0, 1.0], "b": [1.0, 1.0, 1.0]}
-    assert calls.count("a") == 4
-    assert all(calls[i - 1] == "before b" for i, name in enumerate(calls) if name == "b")
+def test_each_round_times_every_alternative_once_without_its_preparation():
+    calls, now = [], [0.0]
 
-
-def test_what_is_prepared_is_not_timed():
-    now = [0.0]
-
-    def spend(seconds: float) -> None:
+    def spend(name: str, seconds: float) -> None:
+        calls.append(name)
         now[0] += seconds
 
-    alternatives = {"a": lambda: spend(2.0)}
-    prepare = {"a": lambda: spend(50.0)}
-    assert rounds(alternatives, repeats=2, prepare=prepare, clock=lambda: now[0]) == {"a": [2.0, 2.0]}
+    alternatives = {name: lambda name=name, each=each: spend(name, each) for name, each in (("a", 2.0), ("b", 3.0))}
+    prepare = {"b": lambda: spend("before b", 50.0)}
+    seconds = rounds(alternatives, repeats=3, warm_up=1, prepare=prepare, clock=lambda: now[0])
+    assert seconds == {"a": [2.0] * 3, "b": [3.0] * 3}
+    assert calls.count("a") == 4
+    assert all(calls[i - 1] == "before b" for i, name in enumerate(calls) if name == "b")
 
 
 @pytest.mark.parametrize(
@@ -63,48 +52,32 @@ def test_a_target_is_met_up_to_its_limit_or_not_told_apart_from_noise(found, wor
     assert verdict("replay", found, 1.05) == f"- replay <= 1.05: {words}"
 
 
-def test_a_storage_is_counted_once_however_many_views_it_has():
+def test_a_storage_is_counted_once_also_where_autograd_alone_has_it():
     held = Held()
+    sparse = torch.eye(3).to_sparse()  # has no storage
     before = held.count()
     whole = torch.zeros(1000, dtype=torch.uint8)
     views = [whole[:10], whole[10:]]
     assert held.count() - before == 1000
     held.save(views[0])
     assert held.count() - before == 1000
-
-
-def test_what_only_autograd_holds_is_counted():
-    held = Held()
-    before = held.count()
     weight = torch.ones(10, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(held.save, lambda tensor: tensor):
         loss = (weight.exp() * 1.0).sum()  # exp keeps its result, 40 bytes
-    assert held.count() - before == 40 + 40 + 4
-    del loss
+    assert held.count() - before == 1000 + 40 + 40 + 4
+    del loss, sparse
 
 
-def test_a_tensor_without_a_storage_is_left_out():
-    sparse = torch.eye(3).to_sparse()
-    assert Held().count() > 0
-    del sparse
-
-
-def test_results_are_those_of_the_samples():
+def test_results_are_those_of_the_samples_of_every_part():
     assert results() == RESULTS.read_text()
+    for part in PARTS:
+        kept = json.loads((RAW / f"{part}.json").read_text())
+        assert kept["raw"]
+        assert "load average" in kept["environment"]
+    assert sum(path.stat().st_size for path in RAW.iterdir()) < 1_000_000, "samples stay small"
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_every_part_has_samples(part):
-    kept = json.loads((RAW / f"{part}.json").read_text())
-    assert kept["raw"]
-    assert "load average" in kept["environment"]
-
-
-def test_samples_stay_small():
-    assert sum(path.stat().st_size for path in RAW.iterdir()) < 1_000_000
-
-
-def test_the_gpu_benchmark_calls_what_torch_has():
+def test_the_gpu_benchmark_calls_functions_that_torch_has():
     """Names and keywords of torch.cuda and of the profiler, which no run on the software GPU calls."""
     found = 0
     for path in (RAW.parent / "gpu").glob("*.py"):

@@ -1,4 +1,4 @@
-"""Routers that choose what they are told, a capturer around them, and routes that tell their token."""
+"""Routers that return their input as ids, a capturer around them, and routes that name their token."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ from megatron_router_replay.capture import Capturer, RouterSite
 
 
 def echo_site(module=None, *, layer_number=1, num_experts=8, topk=2):
-    """Return the site of a router that chooses what it is told."""
+    """Return the site of a router that returns its input as ids."""
     return RouterSite(
         module=nn.Identity() if module is None else module,
         layer_number=layer_number,
@@ -30,7 +30,7 @@ def make(*, num_layers=2, num_experts=8, topk=2, max_num_tokens=16, **options):
 
 
 def rows(*numbers, num_layers=2):
-    """Return routes that tell their token: [i, i + 1] mod 8 in layer 1, one more in layer 2."""
+    """Return routes that name their token: [i, i + 1] mod 8 in layer 1, one more in layer 2."""
     return [[[(n + layer) % 8, (n + layer + 1) % 8] for layer in range(num_layers)] for n in numbers]
 
 

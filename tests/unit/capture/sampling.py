@@ -1,4 +1,4 @@
-"""Tiny random transformers MoE models, a batched sampling loop with a KV cache, and a recompute of what it made."""
+"""Tiny random transformers MoE models, a batched sampling loop with a KV cache, and a recompute of its sequences."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def pad(prompts: list[list[int]], side: str) -> tuple[Tensor, Tensor]:
 def sample(
     model: nn.Module, prompts: list[list[int]], lengths: list[int], capturer: Capturer, *, side: str = "left"
 ) -> tuple[list[list[int]], dict[int, RoutingTrace | None]]:
-    """Sample lengths[i] >= 1 tokens behind prompts[i]; finished rows stay in the batch. Return sequences and routes."""
+    """Sample lengths[i] >= 1 tokens after prompts[i]; finished rows stay in the batch. Return sequences and routes."""
     generator = torch.Generator().manual_seed(0)
     ids, mask = pad(prompts, side)
     for row, prompt in enumerate(prompts):
@@ -101,7 +101,7 @@ def sample(
 
 @torch.no_grad()
 def recompute(model: nn.Module, sequence: list[int]) -> RoutingTrace:
-    """Return the routes of one forward over the whole sequence, read by hooks that are not the package's."""
+    """Return the routes of a forward over the whole sequence, read by hooks that are not the package's."""
     seen: dict[int, Any] = {}
     handles = []
     for name, module in model.named_modules():

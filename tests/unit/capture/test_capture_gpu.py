@@ -12,7 +12,7 @@ pytestmark = [
 
 
 def capture(model, capturer, run, inputs):
-    """Announce run(hidden) [8, 16] for each of `inputs` as the next tokens of one request; return its routes."""
+    """Announce run(hidden) [8, 16] for each of `inputs` as the next tokens of a request; return its routes."""
     capturer.add_request("a", num_prompt_tokens=8)
     for i, hidden in enumerate(inputs):
         with capturer.forward(["a"], [list(range(8 * i, 8 * i + 8))]):

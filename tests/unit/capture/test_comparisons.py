@@ -1,4 +1,4 @@
-"""What a loop announces is compared with what the model really ran: other tokens, more of them, twice, or another beam's."""
+"""Announcements are compared with the model's forwards: different tokens, more of them, twice, or of another beam."""
 
 import copy
 
@@ -47,7 +47,7 @@ def test_padding_that_was_not_announced_is_refused_by_its_mask(model, capturer):
 @pytest.mark.parametrize("announced", [[0], [None, 0]])
 @torch.no_grad()
 def test_more_rows_than_announced_are_refused(model, capturer, announced):
-    """Which of the batch's rows is request 0's cannot be known."""
+    """Request 0 may be any of the batch's rows."""
     with (
         pytest.raises(CaptureError, match=r"input_ids \[3, 2\] .* announced"),
         capturer.forward(announced, [[0, 1]] * len(announced)),
@@ -165,14 +165,14 @@ def test_routes_are_those_of_the_router_whatever_is_done_to_its_output(mode):
         capturer.add_request("a", num_prompt_tokens=1)
         with capturer.forward(["a"], [0]):
             site.module(torch.tensor([[3, 4]], dtype=torch.uint8)).add_(1)
-    with capturer.forward(["a"], [1]):  # what was made in inference mode is used outside
+    with capturer.forward(["a"], [1]):  # tensors of inference mode are used outside
         site.module(torch.tensor([[5, 6]]))
     assert routes_of(capturer, "a", 3) == [[[3, 4]], [[5, 6]]]
 
 
 @pytest.mark.parametrize(("names", "positions"), [(["a"], [[0, 1, 2]]), (["a", "a", "a"], [0, 1, 2])])
 def test_a_loop_whose_model_is_not_seen_may_say_the_tokens_itself(names, positions):
-    """Of one sequence or one token each the tokens have any shape, of rows their own."""
+    """Tokens of a single sequence, or of one token each, may have any shape."""
     capturer, forward = make()
     capturer.add_request("a", num_prompt_tokens=3)
     with capturer.forward(names, positions, input_ids=torch.tensor([[5, 2, 1]])):

@@ -106,7 +106,7 @@ def test_an_eager_forward_beside_a_compiled_one_is_refused():
 def test_a_generation_of_a_compiled_model_is_captured():
     """Hooks on transformers' routers, traced with the whole model; prefill and decode steps of several shapes."""
     model = build_model("mixtral")
-    model.set_experts_implementation("batched_mm")  # the eager experts loop over the data, which no graph can hold
+    model.set_experts_implementation("batched_mm")  # the eager experts loop over the data, which no graph can
     capturer = Capturer(model, max_num_tokens=16)
     compiled = torch.compile(model, backend="aot_eager")
     sequences, traces = sample(compiled, [[5, 6, 7, 8], [9, 10]], [5, 4], capturer)

@@ -1,4 +1,4 @@
-"""A whole generation by a loop that announces its forwards: what is captured is what the model used."""
+"""A whole generation by a loop that announces its forwards: captured routes are those that the model used."""
 
 import numpy as np
 import pytest
@@ -98,7 +98,7 @@ def test_a_forward_that_is_not_announced_changes_nothing():
     capturer.add_request("a", num_prompt_tokens=3)
     with capturer.forward(["a"], [[0, 1, 2]]):
         model(torch.tensor([[5, 6, 7]]))
-    with capturer.forward([None], [[0, 1, 2]]):  # nobody's
+    with capturer.forward([None], [[0, 1, 2]]):  # of no request
         model(torch.tensor([[100, 101, 102]]))
     model(torch.tensor([[100, 101, 102]]))
     model(torch.arange(40)[None])  # larger than the buffer: training on the same model

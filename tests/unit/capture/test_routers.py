@@ -1,4 +1,4 @@
-"""Which routers are found, in which layer, and which models are refused by name."""
+"""Routers found in each layer, and models that are refused by name."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def test_routers_of_a_multi_token_prediction_layer_are_left_out():
 
 @torch.no_grad()
 def test_any_module_can_be_captured_through_one_callable():
-    """A router of an older kind: a linear layer whose logits the block sends to topk."""
+    """A router of an older kind: a linear layer, its logits go to topk in the block."""
     gate = nn.Linear(4, 6)
     site = RouterSite(
         module=gate, layer_number=5, num_experts=6, topk=2, select=lambda module, args, logits: logits.topk(2).indices

@@ -192,7 +192,7 @@ def test_tokens_and_models_that_cannot_be_watched_are_refused(mixtral):
 
 @pytest.mark.slow
 def test_compiled_code_calls_no_hook_and_is_refused(mixtral):
-    mixtral.set_experts_implementation("batched_mm")  # the eager experts loop over the data, which no graph can hold
+    mixtral.set_experts_implementation("batched_mm")  # the eager experts loop over the data, which no graph can
     compiled = torch.compile(mixtral, backend="aot_eager")
     with mrr.capture.watch(mixtral) as seen:
         compiled(SEQUENCE)

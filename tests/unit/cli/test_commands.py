@@ -20,6 +20,10 @@ from tests.unit.cli.runner import call, environment
 ROOT = Path(__file__).parents[3]
 
 
+def as_json(*arguments, code=0):
+    return json.loads(call(*arguments, "--json", code=code).stdout)
+
+
 def test_help_fits_80_columns_and_loads_nothing_heavy():
     for command in ("", "demo", "doctor", "inspect", "diff", "explain"):
         output = call(*([command] if command else []), "--help").output
@@ -48,29 +52,28 @@ def test_it_runs_as_a_module_and_in_a_pipe_without_colours_or_bars(folder):
 
 
 def test_inspect_a_file_and_a_folder_of_steps(folder):
-    values = json.loads(call("inspect", "good.safetensors", "--json", "--out", "out.json").output)
-    assert json.loads(Path("out.json").read_text()) == values
+    values = as_json("inspect", "good.safetensors")
     assert (values["num_tokens"], values["layer_numbers"], values["topk"]) == (600, [2, 3, 4], 2)
     assert (values["missing_share"], values["samples"], values["token_ids"]) == (0.0, 2, True)
     text = call("inspect", "good.safetensors").output
     assert "MoE layers       3: 2..4" in text
     assert max(map(len, text.splitlines())) <= 80
-    assert json.loads(call("inspect", "no_tokens.safetensors", "--json").output)["imbalance_by_layer"] == [None] * 3
-    steps = json.loads(call("inspect", "store", "--json").output)["steps"]
+    assert as_json("inspect", "no_tokens.safetensors")["imbalance_by_layer"] == [None] * 3
+    steps = as_json("inspect", "store")["steps"]
     expected = [(3, 2, [2, 3, 4]), (4, 2, [2, 3, 4])]
     assert [(step["step"], step["ranks"], step["layer_numbers"]) for step in steps] == expected
     assert "a folder of 2 steps" in call("inspect", "store").output
-    assert json.loads(call("inspect", "store", "--step", 4, "--json").output)["num_tokens"] == 600
+    assert as_json("inspect", "store", "--step", 4)["num_tokens"] == 600
     assert "cannot find step 9" in call("inspect", "store", "--step", 9, code=2).stderr
     TraceStore("store", run="b").save(mrr.load_trace("good.safetensors"), step=4, rank=0)  # a resumed run
-    steps = json.loads(call("inspect", "store", "--json").output)["steps"]
+    steps = as_json("inspect", "store")["steps"]
     assert [(step["step"], step["runs"], step["parts"]) for step in steps] == [(3, ["a"], 2), (4, ["a", "b"], 3)]
     assert "Name one, run=" in call("inspect", "store", "--step", 4, code=2).stderr
-    assert json.loads(call("inspect", "store", "--step", 4, "--run", "b", "--json").output)["num_tokens"] == 600
+    assert as_json("inspect", "store", "--step", 4, "--run", "b")["num_tokens"] == 600
     call("diff", "good.safetensors", "store", "--step-b", 4, "--run-b", "b")
 
 
-def test_diff_exit_codes(folder):
+def test_diff_exit_codes_json_and_page(folder):
     assert "the traces are the same" in call("diff", "good.safetensors", "reordered.safetensors").output
     call("diff", "good.safetensors", "store", "--step-b", 3)
     assert "it has steps [3, 4]" in call("diff", "good.safetensors", "store", code=2).stderr
@@ -79,10 +82,7 @@ def test_diff_exit_codes(folder):
     assert "what both cover is the same" in call("diff", "good.safetensors", "shorter.safetensors", code=1).output
     call("diff", "good.safetensors", "shorter.safetensors", "--common")
     call("diff", "good.safetensors", "no_tokens.safetensors", "--common", code=1)
-
-
-def test_diff_as_json_as_text_and_as_a_page(folder):
-    values = json.loads(call("diff", "good.safetensors", "shifted.safetensors", "--json", code=1).output)
+    values = as_json("diff", "good.safetensors", "shifted.safetensors", code=1)
     assert (values["same"], values["facts"][0]["offset"]) == (False, -1)
     done = call("diff", "good.safetensors", "shifted.safetensors", "--name-b", "engine", "--html", "page.html", code=1)
     assert done.stderr == "wrote page.html\n"
@@ -95,8 +95,7 @@ def test_diff_as_json_as_text_and_as_a_page(folder):
 
 
 def test_explain_prints_cause_and_fix_of_every_code():
-    page = (ROOT / "docs/errors.md").read_text()
-    codes = re.findall(r"</a>(MRR\d{3}) \|", page)
+    codes = re.findall(r"</a>(MRR\d{3}) \|", (ROOT / "docs/errors.md").read_text())
     assert list(error_rows()) == codes
     for code in codes:
         shown = call("explain", code).output
@@ -112,50 +111,41 @@ def test_explain_prints_cause_and_fix_of_every_code():
     assert "no error has the code MRR999" in call("explain", "MRR999", code=2).stderr
 
 
-def problems_and_notes():
+def findings():
     done = call("doctor", "--json", code=None)
     environment = json.loads(done.output)["environment"]
     assert done.exit_code == (1 if environment["problems"] else 0)
     return environment
 
 
-def test_doctor_finds_nothing_wrong_here():
-    assert problems_and_notes()["packages"]["torch"]["version"]
+def test_doctor_finds_nothing_wrong_here_and_expects_the_torch_of_the_build():
+    assert findings()["packages"]["torch"]["version"]
     assert "ready for replay" in call("doctor").output
-
-
-@pytest.mark.parametrize(("version", "newer"), [("0.16.1", False), ("0.19.2", False), ("0.20.0", True)])
-def test_doctor_judges_the_megatron_core_that_is_imported(monkeypatch, version, newer):
-    # pip's metadata may be that of another installation beside the one that is imported.
-    monkeypatch.setattr("megatron.core.__version__", version)
-    environment = problems_and_notes()
-    assert environment["packages"]["megatron-core"]["version"] == version
-    assert ["verify every routing map" in note for note in environment["notes"] if "newer" in note] == [True] * newer
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert f"torch>={TORCH_OLDEST}" in dependencies
+    assert f"\nTORCH ?= torch=={TORCH_TESTED}\n" in (ROOT / "Makefile").read_text()
 
 
 @pytest.mark.parametrize(
     ("attribute", "value", "kind", "words"),
     [
-        ("__version__", "2.5.1+cu124", "problems", "torch 2.5.1+cu124 is older than 2.6"),
-        ("__version__", "2.14.0", "notes", "torch 2.14.0 is newer than 2.13.0"),
-        ("distributed.is_available", lambda: False, "problems", "without torch.distributed"),
+        ("torch.__version__", "2.5.1+cu124", "problems", "torch 2.5.1+cu124 is older than 2.6"),
+        ("torch.__version__", "2.14.0", "notes", "torch 2.14.0 is newer than 2.13.0"),
+        ("torch.distributed.is_available", lambda: False, "problems", "without torch.distributed"),
+        # pip's metadata may be that of another installation than the one that is imported.
+        ("megatron.core.__version__", "0.20.0", "notes", "this one is newer: sessions verify every routing map"),
     ],
 )
-def test_doctor_judges_torch(monkeypatch, attribute, value, kind, words):
-    monkeypatch.setattr(f"torch.{attribute}", value)
-    assert any(words in text for text in problems_and_notes()[kind])
+def test_doctor_judges_torch_and_the_megatron_core_that_is_imported(monkeypatch, attribute, value, kind, words):
+    assert not any(words in text for text in findings()[kind])
+    monkeypatch.setattr(attribute, value)
+    assert any(words in text for text in findings()[kind])
 
 
 def test_doctor_names_a_private_name_of_torch_that_is_gone(monkeypatch):
     monkeypatch.delattr("torch.utils.checkpoint._checkpoint_hook")
-    (problem,) = problems_and_notes()["problems"]
+    (problem,) = findings()["problems"]
     assert "MRR402: torch.utils.checkpoint has no _checkpoint_hook" in problem
-
-
-def test_the_torch_that_doctor_expects_is_that_of_the_build():
-    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert f"torch>={TORCH_OLDEST}" in dependencies
-    assert f"\nTORCH ?= torch=={TORCH_TESTED}\n" in (ROOT / "Makefile").read_text()
 
 
 HIDE = "import sys; [sys.modules.__setitem__(name, None) for name in {names!r}]; "

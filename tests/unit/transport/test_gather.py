@@ -1,4 +1,4 @@
-"""Responses into traces, rows into the memory of messages and back; what training waited for."""
+"""Traces into rows in the memory of messages; seconds of both sides."""
 
 from __future__ import annotations
 
@@ -6,23 +6,20 @@ import pytest
 import torch
 
 from megatron_router_replay import RoutingTrace
+from megatron_router_replay.trace.header import TraceFormat
 from megatron_router_replay.transport import TransportError, TransportTimes
-from megatron_router_replay.transport.gather import TraceRows
+from megatron_router_replay.transport.gather import TraceRows, views_of_bytes
 
 
-def _trace(num_tokens: int, *, first: int = 0, num_experts: int = 300, token_ids: bool = True) -> RoutingTrace:
-    ids = torch.arange(first, first + num_tokens * 3 * 2).view(num_tokens, 3, 2) % num_experts
-    return RoutingTrace(
-        topk_indices=ids,
-        layer_numbers=(1, 2, 4),
-        num_experts=num_experts,
-        token_ids=torch.arange(first, first + num_tokens) if token_ids else None,
-    )
+def _trace(num_tokens: int, *, first: int = 0, token_ids: bool = True) -> RoutingTrace:
+    ids = torch.arange(first, first + num_tokens * 3 * 2).view(num_tokens, 3, 2) % 300
+    tokens = torch.arange(first, first + num_tokens) if token_ids else None
+    return RoutingTrace(topk_indices=ids, layer_numbers=(1, 2, 4), num_experts=300, token_ids=tokens)
 
 
 @pytest.mark.parametrize(
     ("runs", "rows"),
-    [([(1, 3)], [1, 2]), ([(1, 3), (4, 7)], [1, 2, 4, 5, 6]), ([(8, 9), (0, 5)], [8, 0, 1, 2, 3, 4]), ([(5, 5)], [])],
+    [([(1, 3), (4, 7)], [1, 2, 4, 5, 6]), ([(8, 9), (0, 5)], [8, 0, 1, 2, 3, 4]), ([(5, 5)], [])],
 )
 def test_runs_of_rows_cross_traces(runs: list[tuple[int, int]], rows: list[int]) -> None:
     traces = [_trace(5), _trace(4, first=100)]
@@ -31,6 +28,26 @@ def test_runs_of_rows_cross_traces(runs: list[tuple[int, int]], rows: list[int])
     source.fill(runs, (1, 4), memory)
     assert torch.equal(memory["topk_indices"], torch.cat([trace.topk_indices for trace in traces])[rows][:, [0, 2]])
     assert memory["token_ids"].tolist() == [(row if row < 5 else row + 95) for row in rows]
+
+
+def test_samples_of_traces_are_those_they_name_or_one_each() -> None:
+    named = RoutingTrace(
+        topk_indices=torch.arange(6).view(3, 1, 2), layer_numbers=(1,), num_experts=8, sequence_lengths=(0, 3)
+    )
+    whole = RoutingTrace(topk_indices=torch.arange(4).view(2, 1, 2), layer_numbers=(1,), num_experts=8)
+    assert TraceRows([named, whole]).sequence_lengths == (0, 3, 2)
+
+
+def test_rows_lie_in_a_message_widest_values_first() -> None:
+    format = TraceFormat(layer_numbers=(1,), topk=2, num_experts=300, has_token_ids=True)
+    flat = torch.tensor([1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 4, 0, 5, 0, 6, 1, 1, 0, 99], dtype=torch.uint8)
+    rows = views_of_bytes(flat[:-1], format, 2)  # little-endian: 4 bytes a token, 2 an id, 1 of the mask
+    assert rows["token_ids"].tolist() == [1, 2]
+    assert rows["topk_indices"].tolist() == [[[3, 4]], [[5, 262]]]
+    assert rows["replay_mask"].tolist() == [True, False]
+    rows["token_ids"][0] = 7
+    assert flat[0] == 7, "views, no copies"
+    assert {name: len(value) for name, value in views_of_bytes(flat, format, 0).items()} == dict.fromkeys(rows, 0)
 
 
 def test_traces_of_different_kinds_are_refused() -> None:
@@ -54,13 +71,13 @@ def test_traces_of_different_kinds_are_refused() -> None:
     ],
     ids=["the transport", "generation"],
 )
-def test_training_names_what_it_waited_for_on_the_rollout_side(seconds: dict[str, float], line: str) -> None:
+def test_training_names_the_step_of_the_rollout_side_that_it_waited_for(seconds: dict[str, float], line: str) -> None:
     times = TransportTimes("training")
     times.add(seconds)
     assert times.line() == line
 
 
-def test_seconds_of_both_sides_are_added_up_also_of_what_raises_and_taken_once() -> None:
+def test_seconds_of_both_sides_are_added_also_of_a_block_that_raises_and_taken_once() -> None:
     times = TransportTimes("training")
     times.add({"rollout_send": 2.0})
     times.add({"rollout_send": 0.5})

@@ -1,4 +1,4 @@
-"""Who gets which rows and layers, and how many bytes."""
+"""Rows, layers and bytes of each place."""
 
 from __future__ import annotations
 
@@ -10,62 +10,41 @@ from hypothesis import strategies as st
 
 from megatron_router_replay.trace.header import TraceFormat
 from megatron_router_replay.transport import ParallelLayout, Place, TransportError
-from megatron_router_replay.transport.plan import Part, partition_samples, plan_buckets, plan_routes
+from megatron_router_replay.transport.plan import Part, plan_buckets, plan_routes
 
 FORMAT = TraceFormat(layer_numbers=(2, 3, 5), topk=8, num_experts=128)
 
 
 @pytest.mark.parametrize(
-    ("partition", "lengths", "dp_size", "samples"),
+    ("partition", "message"),
     [
-        ("round_robin", [9] * 5, 2, ((0, 2, 4), (1, 3))),
-        ([[2], [0]], [1, 2, 3], 2, ((2,), (0,))),
+        ("by_length", "must be 'round_robin'"),
+        ([[0], [0]], "each of 0..2 at most once"),
+        ([[0], [3]], "each of 0..2 at most once"),
+        ([[-1], [0]], "each of 0..2 at most once"),
+        ([[0, 1, 2]], "give each of dp_size=2 ranks its own samples"),
     ],
 )
-def test_samples_go_where_the_rule_or_the_caller_says(partition, lengths, dp_size, samples) -> None:
-    assert partition_samples(lengths, dp_size=dp_size, partition=partition) == samples
-
-
-@pytest.mark.parametrize(
-    ("partition", "dp_size", "message"),
-    [
-        ("by_length", 2, "must be 'round_robin'"),
-        ([[0], [0]], 2, "1 of them twice"),
-        ([[0], [3]], 2, r"samples 0\.\.3, there are 3, from 0"),
-        ([[-1], [0]], 2, "there are 3, from 0"),
-        ([[0, 1, 2]], 2, "names 1 ranks"),
-        ("round_robin", 0, "dp_size=0: it must be 1 or more"),
-        ("round_robin", -1, "dp_size=-1: it must be 1 or more"),
-    ],
-)
-def test_a_partition_that_does_not_fit_is_refused(partition, dp_size, message) -> None:
-    with pytest.raises(TransportError, match=message):
-        partition_samples([1, 2, 3], dp_size=dp_size, partition=partition)
-
-
-def test_ranks_are_numbered_tp_first_pp_last() -> None:
-    layout = ParallelLayout(stage_layers=((2,), (3, 5)), dp_size=2, cp_size=2, tp_size=2)
-    places = layout.places()
-    assert len(places) == 16
-    expected = {0: (0, 0, 0, 0), 1: (0, 0, 0, 1), 2: (0, 0, 1, 0), 4: (1, 0, 0, 0), 8: (0, 1, 0, 0), 15: (1, 1, 1, 1)}
-    assert {rank: tuple(places[rank]) for rank in expected} == expected
-    assert [layout.place_of(rank) for rank in range(16)] == places
-    for rank in (16, -1):
-        with pytest.raises(TransportError, match=f"rank {rank} is not in a layout of 16 ranks"):
-            layout.place_of(rank)
+def test_a_partition_that_does_not_fit_is_refused(partition, message) -> None:
+    layout = ParallelLayout(stage_layers=((2,),), dp_size=2)
+    with pytest.raises(TransportError, match=f"MRR601: .*{message}"):
+        plan_routes((1, 2, 3), layout=layout, format=FORMAT, partition=partition)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"stage_layers": ((1, 2), (2, 3))}, "names a layer twice"),
-        ({"stage_layers": ()}, "got 0 stages"),
-        *(({size: 0}, f"sizes of 1 or more, got 1 stages.*{size}=0") for size in ("dp_size", "cp_size", "tp_size")),
+        ({"stage_layers": ()}, "needs a stage"),
+        *(({size: 0}, f"sizes of 1 or more: .*{size}=0") for size in ("dp_size", "cp_size", "tp_size")),
     ],
 )
 def test_a_layout_that_no_job_has_is_refused(options, message) -> None:
     with pytest.raises(TransportError, match=message):
         ParallelLayout(**{"stage_layers": ((1,),)} | options)
+    for rank in (2, -1):
+        with pytest.raises(TransportError, match=f"rank {rank} is not in a layout of 2 ranks"):
+            ParallelLayout(stage_layers=((1,), ())).place_of(rank)
 
 
 @pytest.mark.parametrize(
@@ -80,34 +59,16 @@ def test_a_batch_that_does_not_fit_its_layout_is_refused(lengths, stage, message
         plan_routes(lengths, layout=ParallelLayout(stage_layers=(stage,)), format=FORMAT)
 
 
-def test_bytes_are_rows_times_layers_times_topk_and_a_mask_byte() -> None:
-    layout = ParallelLayout(stage_layers=((2, 3), (5,)), dp_size=2)
+def test_a_place_gets_its_samples_in_its_stages_layers_and_copies_share_a_part() -> None:
+    layout = ParallelLayout(stage_layers=((5, 2), (3,)), dp_size=2, cp_size=2, tp_size=2)
     plan = plan_routes((10, 20, 30), layout=layout, format=FORMAT)
-    # dp0 has samples 0 and 2: 40 rows of 2 or 1 layers x 8 ids and a byte of mask
-    assert plan[Place(0, 0)].nbytes == 40 * (2 * 8 + 1)
-    assert plan[Place(0, 1)].nbytes == 40 * (1 * 8 + 1)
-    assert plan[Place(1, 1)].nbytes == 20 * (1 * 8 + 1)
-
-
-def test_tensor_parallel_ranks_share_a_part_and_pipeline_stages_do_not() -> None:
-    plan = plan_routes((3,), layout=ParallelLayout(stage_layers=((2,), (5,)), tp_size=2), format=FORMAT)
-    assert list(plan) == [Place(0, 0, 0, 0), Place(0, 0, 0, 1), Place(0, 1, 0, 0), Place(0, 1, 0, 1)]
-    assert plan[Place(tp_rank=1)] is plan[Place()]
-    assert [plan[Place(pp_rank=stage)].format.layer_numbers for stage in (0, 1)] == [(2,), (5,)]
-
-
-def test_the_layers_of_a_stage_are_sorted_as_a_trace_has_them() -> None:
-    layout = ParallelLayout(stage_layers=((5, 2), (3,)))
-    assert layout.stage_layers == ((2, 5), (3,))
-    assert plan_routes((1,), layout=layout, format=FORMAT)[Place()].format.layer_numbers == (2, 5)
-
-
-def test_rows_of_a_part_are_runs_of_the_batch() -> None:
-    # dp0 has samples 0 and 2: rows 0..3 and 6..10 of the batch
-    plan = plan_routes((4, 2, 5), layout=ParallelLayout(stage_layers=((2,),), dp_size=2), format=FORMAT)
-    assert (plan[Place()].runs, plan[Place(1)].runs) == (((0, 4), (6, 11)), ((4, 6),))
-    empty = part_of((0, 0), [0, 1])
-    assert (empty.nbytes, empty.sequence_lengths) == (0, (0, 0))
+    assert list(plan) == layout.places()
+    # dp0 has samples 0 and 2: 40 rows of 2 or 1 layers x 8 ids and a byte of mask. Layers are sorted, as in a trace.
+    first, second, other = plan[Place()], plan[Place(0, 1)], plan[Place(1, 0)]
+    assert (first.runs, first.format.layer_numbers, first.nbytes) == (((0, 10), (30, 60)), (2, 5), 40 * (2 * 8 + 1))
+    assert (second.runs, second.format.layer_numbers, second.nbytes) == (first.runs, (3,), 40 * (1 * 8 + 1))
+    assert (other.runs, other.sequence_lengths) == (((10, 30),), (20,))
+    assert all(plan[Place(0, 0, cp, tp)] is first for cp in range(2) for tp in range(2))
 
 
 def part_of(lengths: tuple[int, ...], samples: list[int]) -> Part:

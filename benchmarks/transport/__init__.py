@@ -1,1 +1,0 @@
-"""What moving routes costs: `python -m benchmarks.transport`."""
