@@ -11,28 +11,36 @@ from megatron_router_replay.mcore.core.balance import Balance
 from megatron_router_replay.mcore.core.call import RouterCounts, RoutingCall, TopKRequest
 from megatron_router_replay.mcore.model.find import Models
 from megatron_router_replay.mcore.model.support import check_no_indexers
+from megatron_router_replay.mcore.sessions.routers import SessionRouters
 from megatron_router_replay.mcore.sessions.session import Session
 
 
-class Frozen:
-    """The part of a freeze that the hook keeps.
+class FrozenRouters:
+    """The source of a freeze, whose routers choose by themselves.
 
     It refers to no model, so a freeze whose session is dropped lasts as long as its model.
 
     Args:
-        freeze: the session.
-        counters: counter and dtype of each router, by its id: the hook calls this only for registered routers, which live.
+        counters: counter and dtype of each router, by its id: the hooks call this only for registered routers, which live.
     """
 
     kind = "freeze_recompute"
     _takes_microbatches = False
 
-    def __init__(self, freeze: FreezeSession, counters: dict[int, tuple[RouterCounts, torch.dtype]]) -> None:
-        self._session = weakref.ref(freeze)
+    def __init__(self, counters: dict[int, tuple[RouterCounts, torch.dtype]]) -> None:
         self._counters = counters
 
+    def begin(self, session: Session) -> None:
+        """Remember the session, for `close_sessions`."""
+        self._opened_by = weakref.ref(session)
+
+    def end(self) -> None:
+        """Leave the model as it is: nothing was put on it."""
+
+    def _session(self) -> Any:
+        return self._opened_by()
+
     def _routing_call(self, router: Any, shape: torch.Size, is_written: bool) -> RoutingCall | None:
-        """Return the state of a router's call; see `RoutingSource`."""
         counter, dtype = self._counters[id(router)]
         if not (is_written or counter.verify or counter.balance_off):
             counter.add(forwards=1)
@@ -40,33 +48,10 @@ class Frozen:
         return RoutingCall(router, counter, dtype, source=self, is_written=is_written)
 
     def _experts(self, call: RoutingCall, request: TopKRequest) -> None:
-        """Let the router choose; see `RoutingSource`."""
+        """Let the router choose."""
 
     def _on_routed(self, call: RoutingCall) -> None:
-        """Keep nothing; see `RoutingSource`."""
-
-
-class FreezeSession(Session):
-    """Recomputes use the experts of their forward; see `freeze_recompute`."""
-
-    kind = Frozen.kind
-
-    def __init__(
-        self, model_chunks: Models, *, ask_every_layer: bool, verify: bool, indexers: bool, balance: Balance
-    ) -> None:
-        super().__init__(model_chunks, verify=verify, flips=ask_every_layer, balance=balance)
-        self._frozen = Frozen(self, {id(router): (each.counter, each.dtype) for router, each in self._routers.items()})
-        if indexers:
-            check_no_indexers(self._walks)
-
-    def _source(self) -> Frozen:
-        return self._frozen
-
-    def _num_microbatches(self) -> int:
-        forwards: dict[int, int] = {}
-        for each in self._routers.values():
-            forwards[each.chunk_index] = max(forwards.get(each.chunk_index, 0), each.counter["forwards"])
-        return sum(forwards.values())
+        """Keep nothing: the tape has it."""
 
 
 def freeze_recompute(
@@ -76,7 +61,7 @@ def freeze_recompute(
     verify: bool = False,
     indexers: bool = True,
     balance: Balance = "megatron",
-) -> FreezeSession:
+) -> Session:
     """Let recomputes use their forward's experts.
 
     Call it once before a training loop. It starts at once, needs no call per step and works with any schedule. Each
@@ -100,6 +85,8 @@ def freeze_recompute(
         LayoutError: the model has no experts, or not all chunks of a virtual pipeline are given.
         ReplayStateError: the model is under another session, or its routers are driven by their own RouterReplay.
     """
-    return FreezeSession(
-        model_chunks, ask_every_layer=ask_every_layer, verify=verify, indexers=indexers, balance=balance
-    )._start()
+    routers = SessionRouters(model_chunks, verify=verify, flips=ask_every_layer, balance=balance)
+    if indexers:
+        check_no_indexers(routers.walks)
+    counters = {id(router): (state.counter, state.dtype) for router, state in routers.states.items()}
+    return Session(FrozenRouters.kind, routers, FrozenRouters(counters))._start()
