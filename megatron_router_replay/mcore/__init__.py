@@ -6,7 +6,7 @@ from megatron_router_replay.mcore.core.router_replay import RouterReplay, Router
 from megatron_router_replay.mcore.core.tape import Tape
 from megatron_router_replay.mcore.model.layers import layer_numbers_of, routing_info
 from megatron_router_replay.mcore.sessions.explain import explain
-from megatron_router_replay.mcore.sessions.freeze import freeze_recompute
+from megatron_router_replay.mcore.sessions.freeze import FreezeSession, freeze_recompute
 from megatron_router_replay.mcore.sessions.record import RecordSession, record
 from megatron_router_replay.mcore.sessions.replay import replay
 from megatron_router_replay.mcore.sessions.report import SessionReport
@@ -16,6 +16,7 @@ from megatron_router_replay.mcore.sessions.session import Session, close_session
 hooks.install()
 
 __all__ = [
+    "FreezeSession",
     "RecordSession",
     "RouterReplay",
     "RouterReplayAction",
@@ -46,6 +47,5 @@ __getattr__, _ = lazy_names(
         "broadcast_routing_rows": _FOLLOWED,
         "prefetching": _FOLLOWED,
         "ReplaySession": "Session, whose kind is 'replay'.",
-        "FreezeSession": "Session, whose kind is 'freeze_recompute'.",
     },
 )

@@ -26,14 +26,14 @@ _WITHDRAWN = dict.fromkeys(
 
 
 class Chunk:
-    """A model chunk and its queue of micro-batches; its hooks stand on the model while a session is open.
+    """A model chunk and its queue of micro-batches; its hooks are on the model while a session is open.
 
     Args:
         index: which chunk of the session.
         outermost: the model as the schedule calls it, with its wrappers.
         replayed_routers: the routers that route micro-batches.
         rank: this process, for messages.
-        missing: names the rows that a forward lacks if none were queued for it.
+        missing: names the rows of a forward for which none were queued, in a message.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Chunk:
         self._sequence_parallel = bool(self.config.sequence_parallel)
         self._session: Any = None
         self._handles: dict[int, list[Any]] = {}  # level -> its hooks
-        self._wrapped: dict[str, Any] = {}  # name -> what the session put on the module
+        self._wrapped: dict[str, Any] = {}  # name -> the session's method on the module
         self._replaced: dict[str, Any] = {}  # name -> the instance's own method before, None: it had the class's
 
     @property
@@ -102,7 +102,7 @@ class Chunk:
             self._wrap("build_schedule_plan", lambda inputs: self._session.follow(self, inputs))
 
     def _hook_level(self, depth: int, level: nn.Module) -> None:
-        """Tell the queue where calls of the module, or of a wrapper around it, begin and end."""
+        """Put hooks on the module, or on a wrapper around it, that enter and leave its calls in the queue."""
         queue = self.queue
 
         # Plain functions, so that a copy of the model has them and not a copy of this object.
@@ -119,7 +119,7 @@ class Chunk:
 
         @_disable_dynamo
         def fail(called: nn.Module, args: Any, output: Any) -> None:
-            # Behind `leave`, this finds no call; alone, it runs because the forward or a hook in front raised.
+            # After `leave`, this finds no call; alone, it runs because the forward or an earlier hook raised.
             if called is level and self._session.is_new_forward():
                 queue.leave(depth, failed=True)
 
@@ -134,11 +134,11 @@ class Chunk:
                     handle.remove()
                 handles[1:] = add()
 
-        # In front of all hooks: behind one that raises, it would not run.
+        # Before all hooks: after one that raises, it would not run.
         self._handles[depth] = [level.register_forward_pre_hook(enter, prepend=True), *add()]
 
     def _wrap(self, name: str, begin: Callable[[ForwardInputs], None], *, depth: int | None = None) -> None:
-        """Wrap a method of the module: `begin` gets the inputs of each call, behind every hook on the module.
+        """Wrap a method of the module: `begin` gets the inputs of each call, after every hook on the module.
 
         Args:
             depth: of the calls, for the queue; None: micro-batches run outside of them.
@@ -150,7 +150,7 @@ class Chunk:
 
         @_disable_dynamo
         def enter(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-            # A copy of the model that was made meanwhile is none of the session's.
+            # A copy of the model that was made inside the session is not under it.
             if called is not module or bound is not self._wrapped.get(name) or not self._session.is_new_forward():
                 return False
             withdrawn = {name: kwargs[name] for name in _WITHDRAWN if name in kwargs}
@@ -185,7 +185,7 @@ class Chunk:
         for handle in (each for handles in self._handles.values() for each in handles):
             handle.remove()
         for name, bound in self._wrapped.items():
-            # A wrapper that was put around ours meanwhile keeps it, and ours passes calls on.
+            # A wrapper that was put around ours inside the session keeps it, and ours passes calls on.
             if vars(self.module).get(name) is bound:
                 if self._replaced[name] is None:
                     delattr(self.module, name)

@@ -1,7 +1,7 @@
-"""The micro-batches of one model chunk: the routes of each, and the forward that it belongs to.
+"""The micro-batches of a model chunk: the routes of each, and the forward that it belongs to.
 
     queue    a micro-batch waits for a forward to come
-    begin    a forward of the chunk takes the next one; outside of one, a router does that has routed the current one
+    begin    a forward of the chunk takes the next one; outside of a forward, so does a router that routed the current one
     routed   every router has routed it
     leave    its forward returned, so it is done; a forward that raised leaves nothing behind, and may be repeated
 
@@ -50,7 +50,7 @@ class _Call:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Microbatch:
-    """One micro-batch in one chunk: the experts of its routers, and how far it has come.
+    """A micro-batch of a chunk: the experts of its routers, and how far it has come.
 
     Args:
         shape: (positions, sequences) of the tokens as this rank's routers get them, [s, b, h] without h.
@@ -59,13 +59,13 @@ class Microbatch:
         num_routers: routers of the chunk that route it.
         routes: the experts that they replay; None: they route live, for a recording.
         live_positions: [num_live] int64 on the routers' device, positions of the rows that the live router decides; None:
-            there are none, or the host does not know them.
-        live_mask: [num_tokens] bool on the routers' device, True: the live router decides the row; None: the host knows the
-            positions.
+            there are none, or the host cannot read them without a wait.
+        live_mask: [num_tokens] bool on the routers' device, True: the live router decides the row; None: live_positions
+            has them.
         replay_mask: [num_tokens] bool on the same device, True: the row has a route that is replayed; None: all are.
         rows: [num_tokens] int64, trace rows as this rank's routers see them; None: a replay does not keep them.
         token_ids: [b, s] integers, the tokens that its forward must get, below 0 where they are not known; None: none is.
-        batch_rows: [b, s] int64, the rows of the trace that know these tokens; None: the caller alone named them.
+        batch_rows: [b, s] int64, the rows of the trace that have these tokens; None: the trace has none.
         checked_layer: position of the layer that also takes its live top-k, -1: all do; None: none does.
         is_followed: its rows were found by its tokens; False: queued by hand.
         lengths: [S] int64, tokens of each sample that a recording numbers itself; None: rows were queued by hand.
@@ -103,13 +103,13 @@ class Microbatch:
         return [tensor for tensor in tensors if tensor is not None and tensor.device.type == "cuda"]
 
     def follow_stream(self) -> None:
-        """Let the current stream, in which its forward begins, use what was queued under another one."""
+        """Let the current stream, in which its forward begins, use tensors that were queued under another one."""
         if self.stream is not None:
             follow(self.stream, *self._on_device())
 
     @property
     def is_routed(self) -> bool:
-        """Whether every router has routed it."""
+        """True if every router has routed it."""
         return len(self.routed) == self.num_routers
 
     def free(self) -> None:
@@ -120,7 +120,7 @@ class Microbatch:
     def check_shape(self, where: str, shape: tuple[int, ...]) -> None:
         """Raise unless a router's tokens, [s, b], are those of this micro-batch."""
         expected = self.shape
-        # Megatron's [s, b, h]; a router that gets [n, h] has lost which token is whose unless there is one sequence.
+        # Megatron's [s, b, h]; a router that gets [n, h] has lost the order of the tokens, unless there is one sequence.
         if tuple(shape) != expected and not (len(shape) == 1 and expected[1] == 1 and shape[0] == expected[0]):
             raise ReplayStateError(
                 f"MRR201: {where}, micro-batch {self.number}: the router routes tokens of [s, b] = {list(shape)} on "
@@ -131,12 +131,12 @@ class Microbatch:
 
 
 class Queue:
-    """Assigns the forwards of one chunk's routers to the micro-batches that were queued for it.
+    """Assigns the forwards of a chunk to the micro-batches that were queued for it.
 
     Args:
         where: "rank 0, chunk 1", for messages.
         layers: "layer 3" for each router that takes part.
-        missing: names the rows that a forward lacks if no micro-batch was queued for it, for the message.
+        missing: names the rows of a forward for which no micro-batch was queued, in a message.
         on_done: gets each micro-batch that all routers have routed, when its forward has returned.
     """
 
@@ -173,7 +173,7 @@ class Queue:
             self._fail(call)
             return
         if self.current is not None and self.current.state is State.RUNNING:
-            self.current.state = State.BEGUN  # it may still lack routers outside of the forward (MTP)
+            self.current.state = State.BEGUN  # some routers may run outside of the forward (MTP)
         if not self._calls:
             self._hand_on()
 
@@ -204,7 +204,7 @@ class Queue:
             if not (is_late and has_begun) or microbatch.number < call.num_queued:
                 microbatch.state = State.FAILED
         assert self.current is not None, "it has begun"
-        # Also if every router had routed it: behind the last one are the output layer and the loss.
+        # Also if every router had routed it: the output layer comes after the last one.
         self.current.state = State.FAILED
         for microbatch in (self.current, *self._routed[call.num_routed :]):
             microbatch.free()
@@ -260,7 +260,7 @@ class Queue:
 
     @property
     def has_rows_by_hand(self) -> bool:
-        """Whether a micro-batch waits whose rows were not found by its tokens."""
+        """True if a micro-batch waits with rows that were queued by hand."""
         return any(not microbatch.is_followed for microbatch in self._waiting)
 
     @property
@@ -278,7 +278,7 @@ class Queue:
         if current is not None and self._waiting and self._waiting[0].state is State.FAILED:
             raise ReplayStateError(
                 f"MRR407: {self.where}: the forward of micro-batch {current.number} failed while {len(self._waiting)} "
-                "others were queued, so whether the next forward repeats it or goes on cannot be told. Leave the "
+                "others were queued, so the next forward may repeat it or be the next one. Leave the "
                 "session, or queue each micro-batch right before its forward."
             )
         if not self._waiting:
@@ -294,7 +294,7 @@ class Queue:
         return self.current
 
     def _is_unfinished(self) -> bool:
-        """Return whether the current micro-batch lacks routers, though its forward has not failed."""
+        """Return whether some routers have not routed the current micro-batch, though its forward has not failed."""
         current = self.current
         return current is not None and current.state is not State.FAILED and not current.is_routed
 

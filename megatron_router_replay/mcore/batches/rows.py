@@ -1,4 +1,4 @@
-"""The inputs of one forward, checked and copied: routing rows, masks, tokens."""
+"""The inputs of a forward, checked and copied: rows, masks, tokens."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def check_padding(has_row: Tensor, padding: Tensor | None, check: Check) -> None
     if padding is not None:
         check(
             (padding & has_row).any(),
-            "MRR203: a position that padding= says is padding has a routing row: mask and rows moved apart, or the mask is "
+            "MRR203: a position with padding=True has a routing row: mask and rows moved apart, or the mask is "
             "inverted (True is padding) or a loss mask.",
         )
 
@@ -102,7 +102,7 @@ class RowInputs:
         """Check shapes and copy.
 
         Raises:
-            LayoutError: rows are not [b, s] (or [n], one packed row), or something beside them has another shape or kind.
+            LayoutError: rows are not [b, s] (or [n], one packed row), or a mask or tokens have another shape or kind.
         """
         rows = as_integers(rows, "rows")
         if rows.dim() not in (1, 2):

@@ -25,7 +25,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakSet
@@ -78,6 +78,9 @@ once_active: WeakSet[Any] = WeakSet()
 
 unregistered_forwards = 0
 """Forwards in training mode of routers without a session."""
+
+on_unregistered: Callable[[Any], None] | None = None
+"""Called with a router without a session that trains: in training mode, with gradients, and with a weight that needs one."""
 
 
 def register(router: Any, source: RoutingSource, dispatchers: Iterable[Any] = ()) -> None:
@@ -328,6 +331,8 @@ def _routing_hook(original: Any) -> Any:
 def _count_unregistered(router: Any) -> None:
     global unregistered_forwards
     unregistered_forwards += router.training
+    if on_unregistered is not None and router.training and torch.is_grad_enabled() and router.weight.requires_grad:
+        on_unregistered(router)
 
 
 def _is_left_to(replay: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The micro-batches of one session: queued, used by the routers of a forward, counted, and judged with the group.
+"""The micro-batches of a session: queued, used by the routers of a forward, counted, and judged with the group.
 
     queue         rows by hand, before a forward
     on_forward    a chunk's forward begins: its tokens find their rows, or are compared with those of rows by hand
@@ -36,7 +36,7 @@ from megatron_router_replay.mcore.sessions.routers import RouterState, SessionRo
 
 
 class Strategy(Protocol):
-    """What `record` or `replay` does with the micro-batches of one session.
+    """Turn rows into micro-batches, and calls of routers into experts; `record` and `replay` differ in it.
 
     Attributes:
         kind: of the session.
@@ -58,7 +58,7 @@ class Strategy(Protocol):
         """Return the experts of a call, [num_tokens, topk] integers; None: the router's own live top-k."""
 
     def keep(self, chunk: Chunk, microbatch: Microbatch) -> None:
-        """Keep a micro-batch that every router has routed and whose forward returned."""
+        """Keep a micro-batch, after its forward returned."""
 
     def read(self) -> None:
         """Wait for copies to the host."""
@@ -77,7 +77,7 @@ class Strategy(Protocol):
 
 
 class Microbatches:
-    """The micro-batches of one session; the hooks call it as the source of its routers' experts.
+    """The micro-batches of a session; the hooks call it as the source of its routers' experts.
 
     Args:
         routers: of the session.
@@ -100,7 +100,7 @@ class Microbatches:
         self.num_pauses = 0
         self.result: GroupResult | None = None
         self._states, self._modules, self._rank = routers.states, routers.modules, routers.rank
-        # By id, of what the session keeps alive; None: none of its routers takes part.
+        # By id, because the session keeps the modules alive; None: none of the module's routers replays.
         self._chunk_of: dict[int, Chunk | None] = dict.fromkeys(id(each) for m in self._modules for each in wrappers(m))
         self._chunk_of |= {id(level): chunk for chunk in chunks for level in chunk.levels}
         self._num_routed = 0
@@ -108,14 +108,14 @@ class Microbatches:
 
     def begin(self, session: Any) -> None:
         """Put the hooks on the chunks."""
-        # A session that was dropped lasts until `close_sessions`, which asks the source for it.
+        # A session that was dropped lasts until `close_sessions`, which finds it by the source.
         self._opened_by = session
         for chunk in self.chunks:
             chunk.add_hooks(self)
         self._unregistered_forwards = hooks.unregistered_forwards
 
     def end(self) -> None:
-        """Take the hooks off, and forget what is queued."""
+        """Take the hooks off, and clear the queues."""
         for chunk in self.chunks:
             chunk.remove_hooks()
 
@@ -177,7 +177,7 @@ class Microbatches:
         self.strategy.checks.check(count, f"MRR203: {where}: {why}", lambda: f"MRR203: {where}: {detail()}")
 
     def _find_chunk(self, model: nn.Module | None) -> Chunk | None:
-        """Return a model's chunk; None: none of its routers takes part.
+        """Return a model's chunk; None: none of its routers replays.
 
         Raises:
             LayoutError: the model is none of this session's, or there are several and none is given.
@@ -196,7 +196,7 @@ class Microbatches:
             )
         return self._chunk_of[known[0]]
 
-    # ---- one call of a router, see `RoutingSource`
+    # ---- calls of routers, see `RoutingSource`
     def _session(self) -> Any:
         return self._opened_by
 
@@ -231,7 +231,7 @@ class Microbatches:
         state.chunk.queue.routed(microbatch, state.position)
 
     def on_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
-        """Count a micro-batch that every router has routed and whose forward returned."""
+        """Count a micro-batch that every router has routed, after its forward returned."""
         self._num_routed += 1
         self.strategy.rows.add(**microbatch.counts)
         self.strategy.keep(chunk, microbatch)
@@ -263,7 +263,7 @@ class Microbatches:
         return problems + self.strategy.problems()
 
     def numbers(self) -> Numbers:
-        """Return the numbers of this rank that the group judges."""
+        """Return the numbers of this rank, for the check of the group."""
         return Numbers(chunks=len(self.chunks), **self._row_counts(), **self.strategy.numbers())
 
     def settle(self, group_check: GroupCheck, problems: list[str]) -> tuple[list[str], list[str]]:
@@ -271,7 +271,7 @@ class Microbatches:
         failed = self.strategy.checks.texts()
         at_fault = bool(problems or failed)
         try:
-            # Also where this rank is at fault: the others wait for its numbers.
+            # Also where this rank is at fault, because all ranks wait for its numbers.
             result = group_check.finish(self.numbers()._replace(at_fault=at_fault), self.strategy.judge)
         except ReplayStateError as error:  # a rank never came: this rank's own problems are raised with it
             return failed, [*problems, str(error)]
@@ -285,7 +285,7 @@ def make_chunks(routers: SessionRouters, missing: str) -> list[Chunk]:
     """Return the chunks that take micro-batches, and give each router its place in its chunk.
 
     Args:
-        missing: names the rows that a forward lacks if none were queued for it, for a message.
+        missing: names the rows of a forward for which none were queued, in a message.
 
     Raises:
         LayoutError: two chunks share a router.
@@ -297,8 +297,8 @@ def make_chunks(routers: SessionRouters, missing: str) -> list[Chunk]:
             first_index, first = seen.setdefault(each.router, (index, each))
             if first_index != index:
                 raise LayoutError(
-                    f"MRR404: chunk {first_index} and chunk {index} share a router, {first} and {each}: which chunk's "
-                    "micro-batch a forward of it belongs to cannot be told. Give each model a session of its own, one after "
+                    f"MRR404: chunk {first_index} and chunk {index} share a router, {first} and {each}: its forwards "
+                    "could belong to the micro-batch of either chunk. Give each model a session of its own, one after "
                     "another."
                 )
         replayed = [each for each in found if not each.is_mtp]

@@ -30,17 +30,17 @@ from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trace.ids import index_dtype
 
 _MAX_ROWS = 1 << 31
-"""A higher number is no row of one step: its trace would be larger than a disk."""
+"""A higher number is no row of a step: its trace would be larger than a disk."""
 
 
 class _Recorded(NamedTuple):
-    """One forward of a chunk, on its way to the host.
+    """A forward of a chunk, on its way to the host.
 
     Args:
         rows: [n] int64, -1: padding.
         routes: [n, layers, topk].
         token_ids: [n]; None: the forward got none.
-        lengths: [S], tokens of each sample of the forward, whose rows count from 0; None: rows of the whole batch were given.
+        lengths: [S], tokens of each sample of the forward, if its rows count from 0; None: they are rows of the whole batch.
     """
 
     rows: Tensor
@@ -98,7 +98,7 @@ class RecordedRoutes:
     def followed(self, chunk: Chunk, inputs: ForwardInputs) -> Microbatch | None:
         """Return the micro-batch of a forward's tokens, numbered from 0 in the order of its samples."""
         if self._highest:
-            return None  # the queue says that rows are missing
+            return None  # the queue raises, because rows are missing
         self.numbers_itself = True
         where = f"{chunk.queue.where}, micro-batch {chunk.queue.num_queued}"
         rows, lengths = number_tokens(self._reader, chunk.module, inputs, where, self.checks.check)
@@ -146,7 +146,7 @@ class RecordedRoutes:
         )
 
     def _to_host(self, values: Tensor) -> Tensor:
-        """Copy values into page-locked memory while the device goes on; `read` waits for them."""
+        """Copy values into page-locked memory without device synchronization; `read` waits for them."""
         if (stream := current_stream(values.device)) is None:
             return values
         copied = values.to("cpu", non_blocking=True)
@@ -293,7 +293,7 @@ class RecordSession(Session):
         A collective: every rank of each group calls it, in this order of groups. It is needed wherever a trace is replayed
         by ranks that did not record all of its rows: regrouped micro-batches under sequence, context or data parallelism.
         Ranks of one data-parallel rank recorded parts of the same samples; those of different ones follow in order.
-        A rank sends the rows that it routed, and holds the whole beside a message of 32 MB.
+        A rank sends the rows that it routed, and needs memory for the whole and for a message of 32 MB.
 
         Args:
             groups: for example the tensor-, context-, pipeline- and data-parallel groups; none given: all ranks of the job.

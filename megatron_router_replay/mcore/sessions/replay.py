@@ -49,7 +49,7 @@ _WITHDRAWN = dict.fromkeys(
 
 
 class TraceRoutes:
-    """The routes of a trace, as the micro-batches of one session replay them: the strategy of `replay`.
+    """The routes of a trace, as the micro-batches of a session replay them: the strategy of `replay`.
 
     Args:
         routers: of the session.
@@ -58,7 +58,7 @@ class TraceRoutes:
         balance, min_replayed, min_agreement, ask_every_layer, padding_token_ids, cp_partition_mode: see `replay`.
 
     Raises:
-        TraceError: the trace is of another model, or lacks layers.
+        TraceError: the trace is of another model, or without some of its layers.
     """
 
     kind = "replay"
@@ -79,7 +79,7 @@ class TraceRoutes:
         self.checks, self.rows = DeferredChecks(), Counts()
         self._trace = trace
         self._balance, self._min_replayed, self._min_agreement = balance, min_replayed, min_agreement
-        # What the trace is of, before which layers it has: a trace of another model names the reason, not a missing layer.
+        # Sizes before layers: for a trace of another model, the error names the reason and not a missing layer.
         for state in routers.states.values():
             if state.position >= 0:
                 _check_model(trace, state)
@@ -121,11 +121,11 @@ class TraceRoutes:
         return self._lay_out(chunk, RowInputs(rows=found.rows, token_ids=tokens, padding=found.padding))
 
     def microbatch(self, chunk: Chunk, inputs: RowInputs) -> Microbatch:
-        """Return the micro-batch of rows that were given by hand, whose repetitions are counted."""
+        """Return the micro-batch of rows that were given by hand, and count those that are repeated."""
         trace = self._trace_of[chunk.index]
         inputs = self._at_the_trace(inputs, trace.device)
         microbatch = self._lay_out(chunk, inputs)
-        # Not of rows that tokens found: a batch may well hold a sample twice, and its tokens say so.
+        # Not of rows that tokens found: the tokens of a batch may well contain a sample twice.
         self._count_repeated(inputs.rows, trace.num_tokens)
         return microbatch
 
@@ -162,7 +162,7 @@ class TraceRoutes:
             padding = chunk.router_view(padding)
             live_mask = None if live_mask is None else live_mask & ~padding
         counts = count_rows(router_rows.numel(), live_mask, padding)
-        # The live router decides padding as well, which is counted apart.
+        # The live router decides padding as well; it is counted apart.
         masks = [mask for mask in (live_mask, padding) if mask is not None]
         live_mask = reduce(torch.logical_or, masks) if masks else None
         live_positions = device_mask = None  # None spares every router of the micro-batch its live top-k
@@ -170,7 +170,7 @@ class TraceRoutes:
             live_positions = to_device(live_mask.nonzero().squeeze(1), chunk.device) if bool(live_mask.any()) else None
         elif live_mask is not None and (self._min_replayed != 1 or padding is not None):
             # Reading from a GPU which rows are live would wait for it. With min_replayed=1 padding alone is live, or the
-            # session raises: the others are counted above, and judged when it is left.
+            # session raises: live rows are counted above, and checked when it is left.
             device_mask = to_device(live_mask, chunk.device)
         shape = rows.shape[0], rows.shape[1]
         return Microbatch(
@@ -187,13 +187,13 @@ class TraceRoutes:
             checked_layer=None if self._agreement is None else self._agreement.next_layer(chunk),
         )
 
-    # ---- checks of one micro-batch
+    # ---- checks of rows
     def _count_repeated(self, rows: Tensor, num_rows: int) -> None:
         """Count the rows that a micro-batch names twice: one token is trained on the routes of another."""
         if rows.device.type == "cpu":
             named = rows.numpy().ravel()
             positions = np.arange(named.size)
-            # Where a row is named last; row -1 has the last place. In numpy, whose indexing takes a third of torch's time.
+            # Where a row is named last; row -1 has the last place. Indexing takes numpy a third of torch's time.
             last = np.empty(num_rows + 1, dtype=positions.dtype)
             last[named] = positions
             self.rows.add(repeated=int(np.count_nonzero((last[named] != positions) & (named >= 0))))
@@ -236,7 +236,7 @@ class TraceRoutes:
             self.checks.check(count, message, lambda: f"MRR203: {detail()}")
         return tokens
 
-    # ---- one call of a router
+    # ---- calls of routers
     def experts(self, state: RouterState, call: RoutingCall, request: TopKRequest) -> Tensor | None:
         """Return the micro-batch's routes, and the router's own experts in rows without a route."""
         microbatch: Microbatch = call.microbatch
@@ -325,10 +325,10 @@ def replay(
             there without a host sync. None: only with enabled=False.
         enabled: False: register nothing and drop rows that are queued, for a pass of a trainer that must not replay. Inside a
             session of the same model, which would go on to decide, that raises: use its `paused()`.
-        padding_token_ids: the tokens that padding holds. Without it, padding is what `padding_mask` or unpadded
-            `cu_seqlens_q` say, else one token, the same in all forwards of the session.
+        padding_token_ids: the tokens of padding. Without it, `padding_mask` or unpadded `cu_seqlens_q` name padding, else it
+            is a single token, the same in all forwards of the session.
         cp_partition_mode: "zigzag" or "contiguous", how context-parallel ranks share the sequences of a forward; a packed
-            row is one contiguous stream. None: as packed_seq_params.cp_partition_mode says, else zigzag.
+            row is one contiguous stream. None: packed_seq_params.cp_partition_mode, else zigzag.
 
     Checks:
         verify: compare every routing map that a token dispatcher gets with the decided experts; a difference raises.

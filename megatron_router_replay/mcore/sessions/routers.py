@@ -1,4 +1,4 @@
-"""The routers of one session: found and checked, registered with the hooks, counted, released."""
+"""The routers of a session: found and checked, registered with the hooks, counted, released."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from megatron_router_replay.trace.ids import index_dtype
 
 @dataclass(slots=True, eq=False)
 class RouterState:
-    """One router of a session.
+    """A router of a session.
 
     Args:
         found: the router.
         counter: counts of the session and this router.
         chunk_index: which chunk of the session has it.
         dtype: of the indices that a tape keeps.
-        chunk: the chunk whose micro-batches it routes; None: the session only freezes it.
+        chunk: it routes the micro-batches of this one; None: the session only freezes it.
         position: its place among the chunk's routers that replay; -1: it is live, and frozen in recomputes.
     """
 
@@ -53,14 +53,14 @@ class RouterState:
 
 
 class SessionRouters:
-    """The routers of one session, from its opening to its report.
+    """The routers of a session, from its opening to its report.
 
     Args:
         model_chunks: as given by the user.
         verify: see `replay`.
         flips: count the decisions that the live router would have flipped in a recompute.
         balance: see `replay`.
-        enabled: False: look at no router.
+        enabled: False: find no router.
 
     Attributes:
         modules: the chunks as the user gave them, with their wrappers.
@@ -153,12 +153,12 @@ class SessionRouters:
     def check_not_nested(self) -> None:
         """Raise ReplayStateError if a session decides for these modules, which one that is disabled would not pause."""
         if not dispatch.held_routers:
-            return  # without any session, a disabled one looks at no module
+            return  # without any session, a disabled one visits no module
         for router in (each for module in self.modules for each in module.modules()):
             if outer := next((each for each in hooks.sources_of(router) if each._takes_microbatches), None):
                 raise ReplayStateError(
-                    f"MRR404: replay(enabled=False) inside a {outer.kind} session of the same model, which would still decide "
-                    "for its forwards: run them inside `with session.paused():`."
+                    f"MRR404: replay(enabled=False) inside a {outer.kind} session of the same model, which would still "
+                    "decide for its forwards: run them inside `with session.paused():`."
                 )
 
     # ---- the end

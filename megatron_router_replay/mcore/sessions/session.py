@@ -207,7 +207,7 @@ class Session:
         if self._microbatches is not None:
             assert self._group_check is not None, "it was started"
             failed, problems = self._microbatches.settle(self._group_check, problems)
-        # Gradients of a replay that does not add up are there already; a step behind the block does not take them.
+        # The gradients of a replay that does not add up are there already. A step after the block does not use them.
         late = "\nA session is checked at the end of its block: call optimizer.step() after it." * (
             self.kind == "replay"
         )
@@ -255,7 +255,7 @@ class Session:
 
 
 def open_session(make: Callable[[], S], group: dist.ProcessGroup | None) -> S:
-    """Make a session that takes micro-batches and start it; if it cannot be made, publish the failure to the others."""
+    """Make a session that takes micro-batches and start it; if it cannot be made, publish the failure to the group."""
     try:
         session = make()
     except BaseException:
