@@ -1,9 +1,9 @@
 """The micro-batches of a session: queued, used by the routers of a forward, counted, and judged with the group.
 
-    queue         rows by hand, before a forward
-    on_forward    a chunk's forward begins: its tokens find their rows, or are compared with those of rows by hand
-    _routing_call, _experts, _on_routed     one call of one router in a forward; a recompute reads its tape instead
-    settle        the session's end: this rank's numbers, judged over the group
+    queue                         rows by hand, before a forward
+    on_forward                    a forward begins: its tokens find their rows, or are compared with those of rows by hand
+    _routing_call, _on_routed     before and after a call of a router in a forward; a recompute reads its tape instead
+    settle                        the session's end: this rank's numbers, judged over the group
 
 What differs between `record` and `replay` is a `Strategy`.
 """
@@ -32,7 +32,7 @@ from megatron_router_replay.mcore.core.streams import to_device
 from megatron_router_replay.mcore.model.find import FoundRouter, wrappers
 from megatron_router_replay.mcore.sessions.group_check import GroupCheck, GroupResult, Numbers
 from megatron_router_replay.mcore.sessions.report import SessionReport
-from megatron_router_replay.mcore.sessions.routers import RouterState, SessionRouters
+from megatron_router_replay.mcore.sessions.routers import SessionRouters
 
 
 class Strategy(Protocol):
@@ -54,8 +54,8 @@ class Strategy(Protocol):
     def followed(self, chunk: Chunk, inputs: ForwardInputs) -> Microbatch | None:
         """Return the micro-batch of a forward's tokens; None: rows must be given by hand."""
 
-    def experts(self, state: RouterState, call: RoutingCall, request: TopKRequest) -> Tensor | None:
-        """Return the experts of a call, [num_tokens, topk] integers; None: the router's own live top-k."""
+    def experts(self, call: RoutingCall, request: TopKRequest) -> Tensor | None:
+        """Return the experts of a call, see `RoutingSource._experts`; without a micro-batch, None."""
 
     def keep(self, chunk: Chunk, microbatch: Microbatch) -> None:
         """Keep a micro-batch, after its forward returned."""
@@ -97,6 +97,7 @@ class Microbatches:
     ) -> None:
         self.kind = strategy.kind
         self.chunks, self.strategy, self.group = chunks, strategy, group
+        self._experts = strategy.experts  # itself, because every call of every router would pay for a method around it
         self.num_pauses = 0
         self.result: GroupResult | None = None
         self._states, self._modules, self._rank = routers.states, routers.modules, routers.rank
@@ -212,11 +213,6 @@ class Microbatches:
             counter.add(forwards=1)
             return None  # no recompute follows
         return RoutingCall(router, counter, state.dtype, source=self, microbatch=microbatch, is_written=is_written)
-
-    def _experts(self, call: RoutingCall, request: TopKRequest) -> Tensor | None:
-        if call.microbatch is None:  # paused, or a multi-token-prediction layer
-            return None
-        return self.strategy.experts(self._states[call.router], call, request)
 
     def _on_routed(self, call: RoutingCall) -> None:
         microbatch: Microbatch | None = call.microbatch

@@ -24,7 +24,7 @@ from megatron_router_replay.mcore.model.find import Models, unwrap
 from megatron_router_replay.mcore.sessions.gathering import Replica, gather_trace, place_after_replicas
 from megatron_router_replay.mcore.sessions.group_check import Numbers
 from megatron_router_replay.mcore.sessions.microbatches import Microbatches, make_chunks
-from megatron_router_replay.mcore.sessions.routers import RouterState, SessionRouters
+from megatron_router_replay.mcore.sessions.routers import SessionRouters
 from megatron_router_replay.mcore.sessions.session import Session, open_session
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trace.ids import index_dtype
@@ -126,9 +126,8 @@ class RecordedRoutes:
         )
 
     # ---- one forward
-    def experts(self, state: RouterState, call: RoutingCall, request: TopKRequest) -> Tensor | None:
+    def experts(self, call: RoutingCall, request: TopKRequest) -> None:
         """Let the router choose."""
-        return None
 
     def keep(self, chunk: Chunk, microbatch: Microbatch) -> None:
         """Copy rows, experts and tokens of a forward that returned to the host, without a wait."""

@@ -77,7 +77,7 @@ class TraceRoutes:
         cp_partition_mode: Partition | None,
     ) -> None:
         self.checks, self.rows = DeferredChecks(), Counts()
-        self._trace = trace
+        self._trace, self._states = trace, routers.states
         self._balance, self._min_replayed, self._min_agreement = balance, min_replayed, min_agreement
         # Sizes before layers: for a trace of another model, the error names the reason and not a missing layer.
         for state in routers.states.values():
@@ -237,10 +237,13 @@ class TraceRoutes:
         return tokens
 
     # ---- calls of routers
-    def experts(self, state: RouterState, call: RoutingCall, request: TopKRequest) -> Tensor | None:
+    def experts(self, call: RoutingCall, request: TopKRequest) -> Tensor | None:
         """Return the micro-batch's routes, and the router's own experts in rows without a route."""
-        microbatch: Microbatch = call.microbatch
+        microbatch: Microbatch | None = call.microbatch
+        if microbatch is None:  # paused, or a multi-token-prediction layer
+            return None
         assert microbatch.routes is not None, "a replayed micro-batch has routes"
+        state = self._states[call.router]
         used = microbatch.routes.layer(state.position)
         if used.shape != (request.scores.shape[0], request.topk):
             return used  # `TopKRequest.ids` refuses it

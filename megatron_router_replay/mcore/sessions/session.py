@@ -207,15 +207,14 @@ class Session:
         if self._microbatches is not None:
             assert self._group_check is not None, "it was started"
             failed, problems = self._microbatches.settle(self._group_check, problems)
-        # The gradients of a replay that does not add up are there already. A step after the block does not use them.
-        late = "\nA session is checked at the end of its block: call optimizer.step() after it." * (
-            self.kind == "replay"
-        )
+        if (failed or problems) and self.kind == "replay":
+            # Its gradients are there already, and a step inside the block would have used them.
+            problems.append("A session is checked at the end of its block: call optimizer.step() after it.")
         if failed:
-            raise LayoutError("\n  ".join([*failed, *problems]) + late)
+            raise LayoutError("\n  ".join([*failed, *problems]))
         if problems:
-            text = "\n  ".join([f"MRR419: the {self.kind} session does not add up:", *problems])
-            raise ReplayStateError(text + late)
+            texts = "\n  ".join(problems)
+            raise ReplayStateError(f"MRR419: the {self.kind} session does not add up:\n  {texts}")
         log_ended(report)
 
     def __enter__(self) -> Self:
