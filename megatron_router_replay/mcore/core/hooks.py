@@ -11,10 +11,10 @@ exactly once raises. The hooks are process-wide: `install` puts them in once, an
 A forward's way through a session, in the order of calls:
 
     routing -> routing_call -> tape.checkpoint_state                                       whether this is a recompute
-            -> Session._routing_call -> Queue.microbatch_of                                the micro-batch of this call
-    topk_routing_with_score_function -> RoutingCall.get_replay_topk -> Session._experts    its experts
+            -> Microbatches._routing_call -> Queue.microbatch_of                           the micro-batch of this call
+    topk_routing_with_score_function -> RoutingCall.get_replay_topk -> Strategy.experts    its experts
     routing -> tape.write                                                                  for its recomputes
-            -> Session._on_routed -> Queue.routed                                          one router of the micro-batch ran
+            -> Microbatches._on_routed -> Queue.routed                                     one router of the micro-batch ran
     dispatch_preprocess                                                                    gets both outputs; see `dispatch`
 
 Source: Megatron-Core 0.16.1 to 0.19.2, router.TopKRouter.routing and moe_utils.topk_routing_with_score_function.

@@ -45,7 +45,7 @@ def test_a_row_outside_the_trace_raises_at_the_end_and_names_nothing_else(sessio
     rows[1, 2] = row
     for given in (rows, ROWS) if bad_first else (ROWS, rows):
         checks(session).check_range(on_a_gpu(given), 8)
-    message = r"^MRR202: rows reach outside the trace's rows 0\.\.7; padding is -1\.\n  A session is checked at the end of its"
+    message = r"^MRR202: rows reach outside the trace's rows 0\.\.7; padding is -1\.\n  A session is checked at the end"
     with pytest.raises(LayoutError, match=message):
         session.close()
 
