@@ -30,7 +30,7 @@ VOCAB, WIDTH, LAYERS, LEAST = 256, 24, 2, 0.25
 SAMPLES, LENGTH, IN_MICROBATCH = 12, 2048, 4
 FREE = 32  # tokens before a loop
 DRAWS = 3  # of weights that are older by a KL of 0.1
-LOOPS = 2  # sets of 560 samples that loop
+LOOPS, IMAGES = 2, 6  # sets of 560 samples that loop, and of 16 that one token half fills
 CAPTURES = Path(__file__).parents[2] / "tests/unit/data/engine_captures"
 
 
@@ -238,8 +238,7 @@ def told(experts: int, microbatches: list[tuple[int, Tensor, Tensor]], layout: s
 def judged(ranks: list[Agreement]) -> tuple[Any, bool]:
     """Return the sums of a session's ranks, and whether it raises."""
     everyone = [rank.numbers() for rank in ranks]
-    (group,) = agreement._groups(everyone, LEAST)
-    return group, bool(agreement.problems(everyone, LEAST))
+    return agreement._add_up_ranks(everyone, LEAST), bool(agreement.judge(everyone, LEAST)[0])
 
 
 TAIL = 20.0
@@ -253,18 +252,19 @@ def low_evidence(ranks: list[Agreement]) -> list[float]:
         return (rows >= LEAST_ROWS) & (evidence >= TAIL) & (shared < LEAST * most)
 
     total: Any = 0.0
-    whole_sums: Any = 0.0
+    of_samples: Any = 0.0
     for rank in ranks:
         (call,) = rank._calls
-        rows, shared, missed, evidence = call.units.double().numpy().T
-        whole, sequence = call.whole.double().numpy(), call.sequence.numpy()
-        low = np.zeros(len(whole))
+        sequence, sums = call.units.sequence.numpy(), call.sums.double().numpy()
+        num = call.units.num_sequences
+        rows, shared, missed, evidence = sums[num:].T
+        low = np.zeros(num)
         np.maximum.at(low, sequence, is_low(rows, shared, shared + missed, evidence) * evidence)
         total = np.maximum(total, low)
-        sums = [np.bincount(sequence, each, len(whole)) for each in (rows, shared, shared + missed)]
-        whole_sums += np.stack([*sums, whole])
+        of_samples = of_samples + sums[:num].T
     if len(ranks) > 1 and rows.max() < LEAST_ROWS:  # no window of a rank counts, but all parts of a sample together may
-        total = is_low(*whole_sums) * whole_sums[3]
+        rows, shared, missed, evidence = of_samples
+        total = is_low(rows, shared, shared + missed, evidence) * evidence
     return [float(value) for value in total]
 
 
@@ -404,8 +404,9 @@ def compare(model: Model, seed: int, network: Network, different: Network) -> No
     wrong |= {"different checkpoint": routes_of(different, tokens)}
     for name, used in wrong.items():
         shown(model.name, f"WRONG: {name}", "TP1", counted(model.experts, live, used))
-    for layout in ("TP4, SP", "CP4"):
-        shown(model.name, "WRONG: one late", layout, counted(model.experts, live, wrong["one late"], layout))
+    for name in ("one late", "samples exchanged"):
+        for layout in ("TP4, SP", "CP4"):
+            shown(model.name, f"WRONG: {name}", layout, counted(model.experts, live, wrong[name], layout))
     noisy_ones = [exact["int4 weights"], older[0.1]]
     noisy_ones += [stale(network, model, short, 0.1, 1000 * seed + draw) for draw in range(1, DRAWS)]
 
@@ -413,11 +414,13 @@ def compare(model: Model, seed: int, network: Network, different: Network) -> No
         pairs = [(routes_of(network, tokens), routes_of(each, tokens)) for tokens in sets for each in noisy_ones]
         return [(live[:, :, skip:], used[:, :, skip:]) for live, used in pairs]
 
-    images = routed([placeholders(torch.Generator().manual_seed(seed + 300))], 0)
+    images = routed(
+        [placeholders(torch.Generator().manual_seed(seed + 300 + 1000 * number)) for number in range(IMAGES)], 0
+    )
     looping = routed([loops(torch.Generator().manual_seed(seed + 7 + 1000 * number)) for number in range(LOOPS)], FREE)
     short_loops = [(live[:, :, :96], used[:, :, :96]) for live, used in looping]
     for name, pairs, layout in (
-        ("one token fills half of a sample", images, "TP1"),
+        *(("one token fills half of a sample", images, layout) for layout in LAYOUTS),
         ("loops of 6 to 40 tokens", looping, "TP1"),
         ("loops, samples of 96 rows", short_loops, "TP4, SP"),
         ("loops, samples of 96 rows", short_loops, "CP4"),

@@ -16,6 +16,7 @@ from megatron_router_replay.checks import check_withdrawn
 from megatron_router_replay.layout.split import rows_for_router
 from megatron_router_replay.mcore.batches.follow import ForwardInputs, read_inputs
 from megatron_router_replay.mcore.batches.queue import Queue
+from megatron_router_replay.mcore.core.counts import Counts
 from megatron_router_replay.mcore.model.find import FoundRouter, wrappers
 
 _WITHDRAWN = dict.fromkeys(
@@ -51,6 +52,7 @@ class Chunk:
         group = replayed_routers[0].router.tp_group
         self._tp_rank, self._tp_size = get_pg_rank(group), get_pg_size(group)
         self._sequence_parallel = bool(self.config.sequence_parallel)
+        self.counts = Counts()  # of micro-batches, and of rows by kind
         self._session: Any = None
         self._handles: dict[int, list[Any]] = {}  # level -> its hooks
         self._wrapped: dict[str, Any] = {}  # name -> the session's method on the module

@@ -10,7 +10,7 @@ What differs between `record` and `replay` is a `Strategy`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -41,12 +41,10 @@ class Strategy(Protocol):
     Attributes:
         kind: of the session.
         checks: of tensors, some of which the host reads at the end.
-        rows: counts of rows by kind, see `count_rows`.
     """
 
     kind: str
     checks: DeferredChecks
-    rows: Counts
 
     def microbatch(self, chunk: Chunk, inputs: RowInputs) -> Microbatch:
         """Return the micro-batch of rows that were given by hand."""
@@ -72,8 +70,8 @@ class Strategy(Protocol):
     def judge(self, everyone: Mapping[int, Numbers]) -> tuple[list[str], list[str]]:
         """Return the problems and the warnings that the numbers of all ranks show."""
 
-    def report(self) -> dict[str, Any]:
-        """Return fields of the `SessionReport`."""
+    def report(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
+        """Return fields of the `SessionReport`, whose rows are those of these chunks."""
 
 
 class Microbatches:
@@ -104,7 +102,6 @@ class Microbatches:
         # By id, because the session keeps the modules alive; None: none of the module's routers replays.
         self._chunk_of: dict[int, Chunk | None] = dict.fromkeys(id(each) for m in self._modules for each in wrappers(m))
         self._chunk_of |= {id(level): chunk for chunk in chunks for level in chunk.levels}
-        self._num_routed = 0
         self._unregistered_forwards = 0  # when the session began
 
     def begin(self, session: Any) -> None:
@@ -228,24 +225,23 @@ class Microbatches:
 
     def on_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
         """Count a micro-batch that every router has routed, after its forward returned."""
-        self._num_routed += 1
-        self.strategy.rows.add(**microbatch.counts)
+        chunk.counts.add(microbatches=1, **microbatch.counts)
         self.strategy.keep(chunk, microbatch)
 
     # ---- the end
     @property
     def counts(self) -> list[Counts]:
         """Counts of rows and of checks, some of them on a device until `Counts.read`."""
-        return [self.strategy.checks.failed, self.strategy.rows]
-
-    def _row_counts(self) -> dict[str, Any]:
-        rows = self.strategy.rows
-        live, padding = rows["live"], rows["padding"]
-        return {"rows_replayed": rows["rows"] - live - padding, "rows_live": live, "rows_padding": padding}
+        return [self.strategy.checks.failed, *(chunk.counts for chunk in self.chunks)]
 
     def report(self, report: SessionReport) -> SessionReport:
         """Return a report of the routers with the counts of micro-batches and rows."""
-        return replace(report, microbatches=self._num_routed, **self._row_counts(), **self.strategy.report())
+        at = {chunk.index: (chunk.replayed_routers[0].layer_number, chunk.row_sharing[0]) for chunk in self.chunks}
+        first = min(at.values(), default=None)
+        # Later chunks of a virtual pipeline have the same rows.
+        chunks = [chunk for chunk in self.chunks if at[chunk.index] == first]
+        microbatches, fields = sum_counts("microbatches", chunks), self.strategy.report(chunks)
+        return replace(report, counted_at=first, microbatches=microbatches, **_row_counts(chunks), **fields)
 
     def problems(self) -> list[str]:
         """Return the faults of the queues, and of the strategy."""
@@ -260,7 +256,7 @@ class Microbatches:
 
     def numbers(self) -> Numbers:
         """Return the numbers of this rank, for the check of the group."""
-        return Numbers(chunks=len(self.chunks), **self._row_counts(), **self.strategy.numbers())
+        return Numbers(chunks=len(self.chunks), **_row_counts(self.chunks), **self.strategy.numbers())
 
     def settle(self, group_check: GroupCheck, problems: list[str]) -> tuple[list[str], list[str]]:
         """Return the checks on a device that failed, and all other problems, of this rank and of its group."""
@@ -275,6 +271,16 @@ class Microbatches:
         for text in result.warnings:
             warn("agreement", text)
         return failed, [*problems, *result.problems_of(self._rank, at_fault=at_fault)]
+
+
+def sum_counts(name: str, chunks: Sequence[Chunk]) -> int:
+    """Return the sum of a count of these chunks."""
+    return sum(chunk.counts[name] for chunk in chunks)
+
+
+def _row_counts(chunks: Sequence[Chunk]) -> dict[str, Any]:
+    rows, live, padding = (sum_counts(name, chunks) for name in ("rows", "live", "padding"))
+    return {"rows_replayed": rows - live - padding, "rows_live": live, "rows_padding": padding}
 
 
 def make_chunks(routers: SessionRouters, missing: str) -> list[Chunk]:

@@ -18,7 +18,6 @@ from megatron_router_replay.mcore.batches.index import Partition
 from megatron_router_replay.mcore.batches.queue import Microbatch
 from megatron_router_replay.mcore.batches.rows import DeferredChecks, RowInputs, check_padding, count_rows
 from megatron_router_replay.mcore.core.call import RoutingCall, TopKRequest
-from megatron_router_replay.mcore.core.counts import Counts
 from megatron_router_replay.mcore.core.streams import current_stream
 from megatron_router_replay.mcore.model.find import Models, unwrap
 from megatron_router_replay.mcore.sessions.gathering import Replica, gather_trace, place_after_replicas
@@ -73,7 +72,7 @@ class RecordedRoutes:
         padding_token_ids: Sequence[int] | None,
         cp_partition_mode: Partition | None,
     ) -> None:
-        self.checks, self.rows = DeferredChecks(), Counts()
+        self.checks = DeferredChecks()
         self.numbers_itself = False  # by the tokens of the forwards, without rows by hand
         self._routers, self._chunks = routers, chunks
         self._recorded: dict[int, list[_Recorded]] = {chunk.index: [] for chunk in chunks}
@@ -172,7 +171,7 @@ class RecordedRoutes:
         """Return no problems of the group."""
         return [], []
 
-    def report(self) -> dict[str, Any]:
+    def report(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
         """Return no counts of its own."""
         return {}
 

@@ -25,14 +25,13 @@ from megatron_router_replay.mcore.batches.rows import DeferredChecks, RowInputs,
 from megatron_router_replay.mcore.batches.upload import KeptLayer, LayerRoutes, take_rows
 from megatron_router_replay.mcore.core.balance import Balance
 from megatron_router_replay.mcore.core.call import RoutingCall, TopKRequest
-from megatron_router_replay.mcore.core.counts import Counts
 from megatron_router_replay.mcore.core.streams import to_device, to_host
 from megatron_router_replay.mcore.model.find import Models
 from megatron_router_replay.mcore.model.layers import check_trace_layers
 from megatron_router_replay.mcore.sessions import agreement
 from megatron_router_replay.mcore.sessions.agreement import ALL, Agreement
 from megatron_router_replay.mcore.sessions.group_check import Numbers, judge_replay
-from megatron_router_replay.mcore.sessions.microbatches import Microbatches, make_chunks
+from megatron_router_replay.mcore.sessions.microbatches import Microbatches, make_chunks, sum_counts
 from megatron_router_replay.mcore.sessions.routers import RouterState, SessionRouters
 from megatron_router_replay.mcore.sessions.session import Session, open_session
 from megatron_router_replay.trace import RoutingTrace
@@ -76,7 +75,7 @@ class TraceRoutes:
         padding_token_ids: Sequence[int] | None,
         cp_partition_mode: Partition | None,
     ) -> None:
-        self.checks, self.rows = DeferredChecks(), Counts()
+        self.checks = DeferredChecks()
         self._trace, self._states = trace, routers.states
         self._balance, self._min_replayed, self._min_agreement = balance, min_replayed, min_agreement
         # Sizes before layers: for a trace of another model, the error names the reason and not a missing layer.
@@ -116,7 +115,7 @@ class TraceRoutes:
             trace = self._trace_of[chunk.index] = trace if moved is None else moved
         where = f"{chunk.queue.where}, micro-batch {chunk.queue.num_queued}"
         found = self._follower.find(chunk.module, inputs, trace, where)
-        self.rows.add(rivals=found.rivals)
+        chunk.counts.add(rivals=found.rivals)
         tokens = None if found.tokens is None else found.tokens.to(found.rows.device, torch.int64)
         return self._lay_out(chunk, RowInputs(rows=found.rows, token_ids=tokens, padding=found.padding))
 
@@ -126,7 +125,7 @@ class TraceRoutes:
         inputs = self._at_the_trace(inputs, trace.device)
         microbatch = self._lay_out(chunk, inputs)
         # Not of rows that tokens found: the tokens of a batch may well contain a sample twice.
-        self._count_repeated(inputs.rows, trace.num_tokens)
+        self._count_repeated(chunk, inputs.rows, trace.num_tokens)
         return microbatch
 
     def _at_the_trace(self, inputs: RowInputs, device: torch.device) -> RowInputs:
@@ -188,7 +187,7 @@ class TraceRoutes:
         )
 
     # ---- checks of rows
-    def _count_repeated(self, rows: Tensor, num_rows: int) -> None:
+    def _count_repeated(self, chunk: Chunk, rows: Tensor, num_rows: int) -> None:
         """Count the rows that a micro-batch names twice: one token is trained on the routes of another."""
         if rows.device.type == "cpu":
             named = rows.numpy().ravel()
@@ -196,7 +195,7 @@ class TraceRoutes:
             # Where a row is named last; row -1 has the last place. Indexing takes numpy a third of torch's time.
             last = np.empty(num_rows + 1, dtype=positions.dtype)
             last[named] = positions
-            self.rows.add(repeated=int(np.count_nonzero((last[named] != positions) & (named >= 0))))
+            chunk.counts.add(repeated=int(np.count_nonzero((last[named] != positions) & (named >= 0))))
 
     def _check_known(self, trace: RoutingTrace, rows: Tensor, routed: Tensor) -> None:
         """Check that the trace has a route or a token id for each row; `merge_traces` leaves rows of no rank without."""
@@ -285,15 +284,14 @@ class TraceRoutes:
     def judge(self, everyone: Mapping[int, Numbers]) -> tuple[list[str], list[str]]:
         """Return the problems and warnings of shares and agreement over all ranks."""
         agreements = [numbers.agreement for numbers in everyone.values() if numbers.agreement]
-        problems = judge_replay(everyone, self._min_replayed) + agreement.problems(agreements, self._min_agreement)
-        warning = agreement.warning(agreements)
-        return problems, [warning] if warning else []
+        problems, warnings = agreement.judge(agreements, self._min_agreement)
+        return judge_replay(everyone, self._min_replayed) + problems, warnings
 
-    def report(self) -> dict[str, Any]:
+    def report(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
         """Return the counts of repeated rows and ambiguous segments, and the agreement."""
         return {
-            "rows_repeated": self.rows["repeated"],
-            "segments_ambiguous": self.rows["rivals"],
+            "rows_repeated": sum_counts("repeated", chunks),
+            "segments_ambiguous": sum_counts("rivals", chunks),
             "agreement": None if self._agreement is None else self._agreement.report(),
         }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from html import escape
 from typing import Any, TypedDict, cast
 
@@ -54,6 +54,8 @@ class SessionReport:
         decisions: (row, layer) pairs by what was done with them; what was not measured is missing.
         flips_of_layer: layer number -> how many of its recomputed decisions would have chosen different experts.
         agreement: of the live router with the replayed routes; None: they were not compared.
+        counted_at: layer number and tensor-parallel replica of the routers that counted rows and micro-batches; None: this
+            rank has no such routers.
     """
 
     kind: str
@@ -69,10 +71,11 @@ class SessionReport:
     decisions: Decisions = field(default_factory=Decisions)
     flips_of_layer: Mapping[int, int] = field(default_factory=dict)
     agreement: LiveAgreement | None = None
+    counted_at: tuple[int, int] | None = None
 
     @property
     def tokens(self) -> int:
-        """Rows that the forwards routed, each counted once a chunk."""
+        """Rows that the forwards routed."""
         return self.rows_replayed + self.rows_live + self.rows_padding
 
     @property
@@ -95,8 +98,8 @@ class SessionReport:
     def reduce(self, *groups: dist.ProcessGroup | None) -> SessionReport:
         """Return one report for all ranks of these groups, the same on each of them.
 
-        A collective: every rank of each group calls it. Counts are added up, so rows that several ranks route (tensor,
-        pipeline parallelism) count once for each; shares stay shares.
+        A collective: every rank of each group calls it. A row counts once, however many pipeline stages and tensor-parallel
+        ranks route it: the lowest of them count for all. Routers, forwards, recomputes and decisions are added up.
 
         Args:
             groups: process groups that share this rank alone; none given: all ranks of the job.
@@ -110,8 +113,8 @@ class SessionReport:
         return summed
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every field and property as a dict. `agreement` is four numbers, where it was measured."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        """Return the counts and shares as a dict. `agreement` is four numbers, where it was measured."""
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "counted_at"}
         agreement = values.pop("agreement")
         values |= {f"decisions_{name}": count for name, count in values.pop("decisions").items()}
         values["flips_of_layer"] = dict(self.flips_of_layer)
@@ -149,6 +152,8 @@ class SessionReport:
             rows.append(("recompute flips prevented", f"{self.recompute_flips:,}", remark))
         if "verified" in done:
             rows.append(("decisions verified / wrong", f"{done['verified']:,}", f"/ {done['wrong']:,}"))
+        if self.agreement is not None:
+            rows += self.agreement.low()
         return Table(name="session", words=(0, 2), rows=rows)
 
     def _headline(self) -> str:
@@ -171,6 +176,9 @@ def share_of(rows_replayed: int, rows_live: int) -> float | None:
 
 
 _COUNTS = [each.name for each in fields(SessionReport) if str(each.type) in ("int", "int | None")]
+_OF_BATCH = [name for name in _COUNTS if name not in ("routers", "forwards", "recomputes")]
+_REPLICAS = 1 << 20
+"""More than the tensor-parallel ranks of a job: a place in `counted_at` is one number for `_add_up`."""
 
 
 def _layers_of(report: SessionReport) -> list[int]:
@@ -178,8 +186,13 @@ def _layers_of(report: SessionReport) -> list[int]:
     return [*report.flips_of_layer, *agreement]
 
 
-def _flat(report: SessionReport, top: int) -> dict[str, float]:
-    """Return a report as numbers that add up over ranks, by names that all ranks have alike; layers up to `top`."""
+def _flat(report: SessionReport, top: int, *, counts: bool) -> dict[str, float]:
+    """Return a report as numbers that add up over ranks, by names that all ranks have alike.
+
+    Args:
+        top: the highest layer number of all ranks.
+        counts: whether this rank counts rows, or others count them.
+    """
     flat: dict[str, float] = {}
 
     def put(name: str, value: float | None) -> None:
@@ -188,11 +201,11 @@ def _flat(report: SessionReport, top: int) -> dict[str, float]:
 
     agreement, decisions = report.agreement, cast(Mapping[str, int], report.decisions)
     for name in _COUNTS:
-        put(name, getattr(report, name))
+        put(name, getattr(report, name) if counts or name not in _OF_BATCH else 0)
     for name in Decisions.__annotations__:
         put(f"decisions {name}", decisions.get(name))
     for name in ("samples", "samples_not_judged"):
-        put(name, None if agreement is None else getattr(agreement, name))
+        put(name, None if agreement is None else getattr(agreement, name) * counts)
     for layer in range(top + 1):
         put(f"flips {layer}", report.flips_of_layer.get(layer))
         unit = None if agreement is None else agreement.layers.get(layer)
@@ -210,8 +223,13 @@ def _add_up(report: SessionReport, reduce: Callable[[list[float], str], list[flo
     agreement = report.agreement
     sample = None if agreement is None else agreement.least_sample
     highest = [max(_layers_of(report), default=0), 0 if agreement is None else agreement.num_layers]
-    top, num_layers, least = reduce([*highest, -math.inf if sample is None else -sample], "max")
-    flat = _flat(report, int(top))
+    # Pipeline stages have different lowest layers, so the rows of one layer are those of the batch. Tensor-parallel ranks
+    # without sequence parallelism have the same rows, as different replicas. All other ranks have different rows.
+    at = math.inf if report.counted_at is None else report.counted_at[0] * _REPLICAS + report.counted_at[1]
+    top, num_layers, least, first = reduce([*highest, -math.inf if sample is None else -sample, -at], "max")
+    if report.counted_at is not None and at % _REPLICAS != -first % _REPLICAS:  # another replica has its rows
+        report = replace(report, agreement=None)
+    flat = _flat(report, int(top), counts=at == -first)
     total = dict(zip(flat, reduce(list(flat.values()), "sum")))
 
     def get(name: str) -> int | None:
@@ -237,6 +255,7 @@ def _add_up(report: SessionReport, reduce: Callable[[list[float], str], list[flo
         )
         if samples is not None
         else None,
+        counted_at=None if first == -math.inf else divmod(int(-first), _REPLICAS),
         **{name: get(name) for name in _COUNTS},  # type: ignore[arg-type]  # None where it may be
     )
 

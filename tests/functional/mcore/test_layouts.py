@@ -88,8 +88,14 @@ def one_layout(case: Case, layers_of_stage: list[list[int]], recomputed_of_stage
         recomputed, case.num_microbatches
     )
     split = (case.layout.tp_size if case.layout.sequence_parallel else 1) * case.layout.cp_size
-    num_chunks = sum(bool(moe_routers([chunk])) for chunk in chunks)
-    assert report.rows_replayed == report.tokens == case.num_tokens // split * num_chunks
+    expected = case.num_tokens // split if layers else 0
+    assert report.rows_replayed == report.tokens == expected, "also where a rank has several chunks"
+    total = report.reduce()
+    batch = case.num_tokens * parallel_state.get_data_parallel_world_size()
+    assert total.metrics()["router_replay/rows_replayed"] == total.tokens == batch, "a row counts once"
+    assert total.forwards == sum(map(len, layers_of_stage)) * case.num_microbatches * case.layout.world_size // len(
+        layers_of_stage
+    )
     assert (report.rows_live, report.rows_padding, report.decisions["wrong"]) == (0, 0, 0)
     assert report.recomputes == len(recomputed) * case.num_microbatches
     tokens_a_call = case.num_tokens // split // case.num_microbatches

@@ -34,7 +34,7 @@ KNOWN_WAITS = {"rows on the GPU": NUM}
 COMPARED = 9
 """Launches a micro-batch whose trace holds token ids: other ids, known ids, both, how many; the first one's place and ids."""
 
-ASKED = 26
+ASKED = 18
 """Launches of the one layer that takes its live top-k: this one, and the counts of its agreement. The end adds them up: 2."""
 
 MASKED = 5

@@ -42,8 +42,9 @@ JUDGED = [
     ([N(), N(4)], None, None),
     ([N()._replace(chunks=0)], None, None),  # a stage without routers
     ([N(0, 0, 8)] * 2, None, "none of 16 tokens was replayed on 2 ranks, for padding= calls all of them padding."),
-    ([N()] * 2, None, "nothing ran on 2 ranks, so nothing was replayed"),
+    ([N()] * 2, None, "nothing was replayed on 2 ranks: no forward of the model reached all of its routers"),
     ([N()], 0, None),
+    ([N(at_fault=True), N()], None, None),  # whose own error says that a layer was skipped
     ([N(0, 0, 8)], 0, None),
     ([N(0, 5), N(0, 3)], None, LOST.format("8 tokens was replayed on 2 ranks")),
     ([N(0, 5)], None, LOST.format("5 tokens was replayed on this rank")),
@@ -67,6 +68,19 @@ def test_what_ranks_tell_is_judged_together(ranks, least, problem):
     problems = judge_replay({2 + rank: told for rank, told in enumerate(ranks)}, least)  # ranks 2, 3, ...
     assert len(problems) == (problem is not None)
     assert problem is None or problems[0].startswith(problem)
+
+
+def test_a_skipped_layer_is_the_one_error_of_its_session():
+    """Its rows count as not replayed; but a forward came, so no second line may say that none did."""
+    chunk = Chunk()
+    session = mrr.replay(chunk, random_trace(8))
+    session.microbatch(ROWS)
+    chunk.routers[0](torch.randn(4, 2, chunk.routers[0].weight.shape[1]))
+    with pytest.raises(mrr.RouterReplayError) as error:
+        session.close()
+    assert str(error.value).splitlines()[1:] == [
+        "  rank 0, chunk 0, micro-batch 0: its layer 2, layer 3 was not forwarded"
+    ]
 
 
 # ---- two processes
@@ -262,4 +276,4 @@ def test_a_rank_that_fails_after_the_store_has_ended_keeps_its_own_error(monkeyp
 
     store.store = SimpleNamespace(add=gone)
     check.fail()
-    assert "the other ranks were not told: failed to recv" in caplog.text
+    assert "could not publish it: failed to recv" in caplog.text

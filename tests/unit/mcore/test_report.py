@@ -4,7 +4,9 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from functools import partial
+from itertools import permutations
 
+import pytest
 import torch.distributed as dist
 
 from megatron_router_replay.mcore.sessions.agreement import LiveAgreement, Unit
@@ -22,20 +24,6 @@ REPLAY = SessionReport(
     decisions={"verified": 20, "wrong": 0},
 )
 FLIPS = SessionReport(kind="freeze_recompute", decisions={"recomputed": 1024}, flips_of_layer={3: 0, 7: 30, 5: 40})
-
-
-def test_the_text_of_a_replay():
-    assert str(REPLAY).splitlines() == [
-        "router replay: 3 routers, 4 micro-batches",
-        "  forwards / recomputes          12  / 8",
-        "  tokens replayed             1,000  (97.7% of the tokens)",
-        "  tokens routed live             24",
-        "  padding                       226",
-        "  decisions verified / wrong     20  / 0",
-    ]
-    assert repr(REPLAY) == str(REPLAY)
-    assert REPLAY.replayed_share == 1000 / 1024, "of the rows with a token"
-    assert REPLAY.to_dict().items() >= {"routers": 3, "tokens": 1250, "padding_share": 226 / 1250}.items()
 
 
 def test_flips_have_their_denominator_and_first_layer_in_text_metrics_and_report():
@@ -84,15 +72,18 @@ AGREEMENT = LiveAgreement(
 
 
 def test_the_text_of_a_replay_has_its_counts():
-    assert str(CHOSEN).splitlines() == [
+    report = replace(CHOSEN, rows_replayed=1006, decisions={"verified": 20, "wrong": 0})
+    assert str(report).splitlines() == [
         "router replay: 2 routers, 1 micro-batches",
-        "  forwards / recomputes  2  / 0",
-        "  tokens replayed        6  (66.7% of the tokens)",
-        "  tokens routed live     3",
-        "  padding                1",
-        "  rows named twice       4  (two tokens got one token's routes)",
+        "  forwards / recomputes           2  / 0",
+        "  tokens replayed             1,006  (99.7% of the tokens)",
+        "  tokens routed live              3",
+        "  padding                         1",
+        "  rows named twice                4  (two tokens got one token's routes)",
+        "  decisions verified / wrong     20  / 0",
     ]
-    assert CHOSEN.replayed_share == 6 / 9
+    assert repr(report) == str(report)
+    assert CHOSEN.replayed_share == 6 / 9, "of the rows with a token"
 
 
 def test_the_numbers_that_a_logger_gets_are_these_and_no_others():
@@ -146,6 +137,21 @@ def test_the_first_line_says_how_the_live_router_agrees_and_a_logger_gets_it():
     assert str(few).endswith("(0 of 4 layers judged, 7 of 9 samples)")
 
 
+def test_a_low_layer_and_a_low_sample_have_lines_of_their_own():
+    place = "rank 1, chunk 0, micro-batch 2, layer 5, sequence 3"
+    low = replace(AGREEMENT, layers={5: Unit(90, 10, 140, 65)}, least_sample=-0.03, least_place=place)
+    headline, *facts = str(replace(REPLAY, agreement=low)).splitlines()
+    assert headline.endswith(
+        "the live router agrees with 7.1% of the trace's routes (1 of 4 layers judged, 7 of 9 samples)"
+    )
+    assert facts[-2:] == [
+        "  least layer                    7%  layer 5: routes of older weights, or of other rows?",
+        f"  least sample                  -3%  {place}: routes of other tokens?",
+    ]
+    total = summed(*[replace(REPLAY, agreement=low)] * 2)
+    assert str(total).splitlines()[-1].endswith("-3%  the report of its own rank names it: routes of other tokens?")
+
+
 def summed(*reports):
     """What the ranks of these reports get, each in a thread."""
     barrier, sent = threading.Barrier(len(reports)), {}
@@ -161,6 +167,50 @@ def summed(*reports):
         totals = list(pool.map(lambda rank: _add_up(reports[rank], partial(reduce, rank)), range(len(reports))))
     assert totals == [totals[0]] * len(reports)
     return totals[0]
+
+
+AT = {
+    # layout -> (layer number, replica) of the first chunk of each rank, and its rows; the rows of the batch are 543
+    "one rank": [((1, 0), 543)],
+    "PP2, and PP2 x VPP2": [((1, 0), 543), ((3, 0), 543)],
+    "PP2, whose first stage has no experts": [(None, 0), ((3, 0), 543)],
+    "TP2 with sequence parallelism, CP2, DP2": [((1, 0), 272), ((1, 0), 271)],
+    "TP2": [((1, 0), 543), ((1, 1), 543)],
+    "a group of the second replicas": [((1, 1), 272), ((1, 1), 271)],
+}
+
+
+def at(place, rows):
+    measured = None if place is None else replace(AGREEMENT, samples=rows, layers={place[0]: Unit(90, 13, 14, 65)})
+    return replace(CHOSEN, counted_at=place, rows_replayed=rows, rows_live=0, rows_padding=0, agreement=measured)
+
+
+@pytest.mark.parametrize("layout", AT)
+def test_a_row_of_the_batch_counts_once_in_every_layout(layout):
+    total = summed(*(at(*rank) for rank in AT[layout]))
+    metrics = total.metrics()
+    assert (metrics["router_replay/rows_replayed"], metrics["router_replay/tokens"], total.agreement.samples) == (
+        543,
+    ) * 3
+    assert total.forwards == 2 * len(AT[layout])
+    replicas = {place[1] for place, _ in AT[layout] if place}
+    layers = [place[0] for place, _ in AT[layout] if place and place[1] == min(replicas)]
+    assert total.agreement.layers == {n: Unit(*(x * layers.count(n) for x in (90, 13, 14, 65))) for n in set(layers)}
+
+
+def test_groups_in_any_order_count_a_row_once():
+    """PP2 x DP2 x TP2 without sequence parallelism: sums over one group after another."""
+    ranks = {(pp, dp, tp): at((1 + 2 * pp, tp), 100 + dp) for pp in (0, 1) for dp in (0, 1) for tp in (0, 1)}
+    for order in permutations(range(3)):
+        reports = dict(ranks)
+        for axis in order:
+            reports = {
+                key: summed(*(reports[tuple(i if a == axis else each for a, each in enumerate(key))] for i in (0, 1)))
+                for key in reports
+            }
+        totals = list(reports.values())
+        assert totals == [totals[0]] * 8
+        assert (totals[0].tokens, totals[0].forwards, totals[0].counted_at) == (201, 16, (1, 0))
 
 
 def test_agreement_adds_up_over_ranks_that_hold_the_same_layers_and_others():

@@ -76,7 +76,7 @@ def test_a_session_on_another_model_than_the_one_that_trains_raises(start, held_
 @pytest.mark.parametrize(
     ("padding", "message"),
     [
-        (None, "nothing ran on this rank, so nothing was replayed"),
+        (None, "nothing was replayed on this rank: no forward of the model reached all of its routers"),
         (torch.ones(2, 4), "none of 8 tokens was replayed on this rank, for padding= calls all of them"),
     ],
 )
