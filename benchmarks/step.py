@@ -124,7 +124,7 @@ class Trainer:
         def queue(microbatch: dict[str, Any], model: Any) -> None:
             session.microbatch(microbatch["rows"], model)
 
-        queues = session is not None and not isinstance(session, mrr.mcore.FreezeSession)
+        queues = session is not None and session.kind != "freeze_recompute"
         losses = run_schedule(
             self.chunks, self.layout, self.microbatches, before_forward=queue if queues else None, **options
         )

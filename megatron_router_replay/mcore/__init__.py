@@ -8,9 +8,9 @@ from megatron_router_replay.mcore.model.layers import layer_numbers_of, routing_
 from megatron_router_replay.mcore.sessions.explain import explain
 from megatron_router_replay.mcore.sessions.freeze import FreezeSession, freeze_recompute
 from megatron_router_replay.mcore.sessions.record import RecordSession, record
-from megatron_router_replay.mcore.sessions.replay import ReplaySession, replay
+from megatron_router_replay.mcore.sessions.replay import replay
 from megatron_router_replay.mcore.sessions.report import SessionReport
-from megatron_router_replay.mcore.sessions.session import close_sessions
+from megatron_router_replay.mcore.sessions.session import Session, close_sessions
 
 # Before anybody wraps a router's method: a wrapper that holds the method from before the hook would pass it by.
 hooks.install()
@@ -18,9 +18,9 @@ hooks.install()
 __all__ = [
     "FreezeSession",
     "RecordSession",
-    "ReplaySession",
     "RouterReplay",
     "RouterReplayAction",
+    "Session",
     "SessionReport",
     "Tape",
     "close_sessions",
@@ -46,5 +46,6 @@ __getattr__, _ = lazy_names(
         "microbatch": _BY_TOKENS,
         "broadcast_routing_rows": _FOLLOWED,
         "prefetching": _FOLLOWED,
+        "ReplaySession": "Session, whose kind is 'replay'.",
     },
 )

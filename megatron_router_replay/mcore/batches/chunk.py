@@ -16,7 +16,7 @@ from megatron_router_replay.checks import check_withdrawn
 from megatron_router_replay.layout.split import rows_for_router
 from megatron_router_replay.mcore.batches.follow import ForwardInputs, read_inputs
 from megatron_router_replay.mcore.batches.queue import Queue
-from megatron_router_replay.mcore.core import tape
+from megatron_router_replay.mcore.core.counts import Counts
 from megatron_router_replay.mcore.model.find import FoundRouter, wrappers
 
 _WITHDRAWN = dict.fromkeys(
@@ -27,19 +27,18 @@ _WITHDRAWN = dict.fromkeys(
 
 
 class Chunk:
-    """A model chunk and its micro-batches; its hooks stand on the model while the session is open.
+    """A model chunk and its queue of micro-batches; its hooks are on the model while a session is open.
 
     Args:
         index: which chunk of the session.
         outermost: the model as the schedule calls it, with its wrappers.
         replayed_routers: the routers that route micro-batches.
         rank: this process, for messages.
-        session: is told of forwards that begin and of micro-batches that all routers routed. It is held weakly, so
-            that the hooks on the model keep no session that was closed.
+        missing: names the rows of a forward for which none were queued, in a message.
     """
 
     def __init__(
-        self, index: int, outermost: nn.Module, replayed_routers: list[FoundRouter], *, rank: int, session: Any
+        self, index: int, outermost: nn.Module, replayed_routers: list[FoundRouter], *, rank: int, missing: str
     ) -> None:
         self.index = index
         self.levels = wrappers(outermost)
@@ -47,14 +46,16 @@ class Chunk:
         self.device = replayed_routers[0].router.weight.device
         self.config: Any = replayed_routers[0].router.config
         layers = [f"layer {found.layer_number}" for found in replayed_routers]
-        self._session = weakref.proxy(session)
-        where = f"rank {rank}, chunk {index}"
-        self.queue = Queue(where, layers, session._lacks, lambda done: self._session._on_done(self, done))
+        self.queue = Queue(
+            f"rank {rank}, chunk {index}", layers, missing, lambda done: self._session.on_done(self, done)
+        )
         group = replayed_routers[0].router.tp_group
         self._tp_rank, self._tp_size = get_pg_rank(group), get_pg_size(group)
         self._sequence_parallel = bool(self.config.sequence_parallel)
-        self._handles: list[Any] = []
-        self._wrapped: dict[str, Any] = {}  # name -> what the session put on the module
+        self.counts = Counts()  # of micro-batches, and of rows by kind
+        self._session: Any = None
+        self._handles: dict[int, list[Any]] = {}  # level -> its hooks
+        self._wrapped: dict[str, Any] = {}  # name -> the session's method on the module
         self._replaced: dict[str, Any] = {}  # name -> the instance's own method before, None: it had the class's
 
     @property
@@ -91,57 +92,88 @@ class Chunk:
         num_sequences, length = batch_shape
         return (length // self._tp_size if self._sequence_parallel else length, num_sequences)
 
-    def add_hooks(self) -> None:
-        """Put the hooks on; plain functions, so that a copy of the model has them and not a copy of this object."""
-        outermost, module = self.levels[0], self.module
-        num_begun = 0  # micro-batches, when the forward that runs began
+    # ---- hooks on the model
+    def add_hooks(self, microbatches: Any) -> None:
+        """Put the hooks on, which call the session's micro-batches in each forward."""
+        # Weakly, so that hooks which a copy of the model keeps do not keep the session.
+        self._session = weakref.proxy(microbatches)
+        for depth, level in enumerate(self.levels):
+            self._hook_level(depth, level)
+        self._wrap("forward", lambda inputs: self._session.on_forward(self, inputs), depth=len(self.levels))
+        if hasattr(self.module, "build_schedule_plan"):  # its layers run later, outside of a forward of the module
+            self._wrap("build_schedule_plan", lambda inputs: self._session.follow(self, inputs))
 
+    def _hook_level(self, depth: int, level: nn.Module) -> None:
+        """Put hooks on the module, or on a wrapper around it, that enter and leave its calls in the queue."""
+        queue = self.queue
+
+        # Plain functions, so that a copy of the model has them and not a copy of this object.
         @_disable_dynamo
-        def call(called: nn.Module, args: tuple[Any, ...]) -> None:
-            nonlocal num_begun
-            if called in (outermost, module) and self._follows():
-                num_begun = self.queue.num_begun
+        def enter(called: nn.Module, args: Any) -> None:
+            if called is level and self._session.is_new_forward():
+                put_last()
+                queue.enter(depth)
 
         @_disable_dynamo
         def leave(called: nn.Module, args: Any, output: Any) -> None:
-            # torch passes None for the output of a forward that raised. A wrapper matters only then: it may raise before the
-            # innermost model runs, or behind it.
-            if called is module and self._follows():
-                self.queue.leave(num_begun, failed=output is None)
-            elif called is outermost and output is None and self._follows():
-                self.queue.leave(num_begun, failed=True)
+            if called is level and self._session.is_new_forward():
+                queue.leave(depth, failed=False)
 
-        for level in {id(each): each for each in (outermost, module)}.values():
-            self._handles += [
-                # In front of all hooks: behind one that raises, it would not run.
-                level.register_forward_pre_hook(call, prepend=True),
-                # always_call: also for a forward that raises, which its caller may catch and repeat.
-                level.register_forward_hook(leave, always_call=True),
-            ]
-        self._wrap("forward", self._begin)
-        if hasattr(module, "build_schedule_plan"):  # its layers run later, outside of a forward of the module
-            self._wrap("build_schedule_plan", self._queue_followed)
+        @_disable_dynamo
+        def fail(called: nn.Module, args: Any, output: Any) -> None:
+            # After `leave`, this finds no call; alone, it runs because the forward or an earlier hook raised.
+            if called is level and self._session.is_new_forward():
+                queue.leave(depth, failed=True)
 
-    def _follows(self) -> bool:
-        """Return whether a call is a new forward of the session: no recompute of the whole chunk, and not paused."""
-        return not tape.in_recompute() and not self._session.is_paused
+        def add() -> list[Any]:
+            return [level.register_forward_hook(leave), level.register_forward_hook(fail, always_call=True)]
 
-    def _wrap(self, name: str, before: Callable[[tuple[Any, ...], dict[str, Any]], object]) -> None:
-        """Call `before` in each call of a method of the module, so after every hook on it."""
+        def put_last() -> None:
+            # A hook that was put on inside the session may raise, too, and only a forward that returned is a success.
+            handles = self._handles[depth]
+            if next(reversed(level._forward_hooks)) != handles[-1].id:
+                for handle in handles[1:]:
+                    handle.remove()
+                handles[1:] = add()
+
+        # Before all hooks: after one that raises, it would not run.
+        self._handles[depth] = [level.register_forward_pre_hook(enter, prepend=True), *add()]
+
+    def _wrap(self, name: str, begin: Callable[[ForwardInputs], None], *, depth: int | None = None) -> None:
+        """Wrap a method of the module: `begin` gets the inputs of each call, after every hook on the module.
+
+        Args:
+            depth: of the calls, for the queue; None: micro-batches run outside of them.
+        """
         module, replaced = self.module, vars(self.module).get(name)
         # The class's method, or one that is bound to this instance: a copy of the model calls it with itself.
         is_method = replaced is None or getattr(replaced, "__self__", None) is module
         method: Any = getattr(type(module), name) if replaced is None else getattr(replaced, "__func__", replaced)
 
         @_disable_dynamo
-        def see(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # A copy of the model that was made meanwhile is none of the session's.
-            if called is module and bound is self._wrapped.get(name) and self._follows():
-                before(args, kwargs)
+        def enter(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+            # A copy of the model that was made inside the session is not under it.
+            if called is not module or bound is not self._wrapped.get(name) or not self._session.is_new_forward():
+                return False
+            withdrawn = {name: kwargs[name] for name in _WITHDRAWN if name in kwargs}
+            check_withdrawn(type(module).__name__, withdrawn, _WITHDRAWN)
+            if depth is not None:
+                self.queue.enter(depth)
+            begin(read_inputs(module, args, kwargs))
+            return depth is not None
+
+        @_disable_dynamo
+        def leave() -> None:
+            assert depth is not None, "the call was entered"
+            self.queue.leave(depth, failed=False)
 
         def wrapped(called: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            see(called, args, kwargs)
-            return method(called, *args, **kwargs) if is_method else method(*args, **kwargs)
+            is_entered = enter(called, args, kwargs)
+            output = method(called, *args, **kwargs) if is_method else method(*args, **kwargs)
+            # Not after an exception, which leaves the call open: the queue finds it there.
+            if is_entered:
+                leave()
+            return output
 
         wrapped.__name__ = name
         # A bound method: copy.deepcopy binds it to the copy.
@@ -150,38 +182,16 @@ class Chunk:
         self._replaced[name] = replaced
         setattr(module, name, bound)
 
-    def _unwrap(self) -> None:
+    def remove_hooks(self) -> None:
+        """Take the hooks off and forget every micro-batch."""
+        for handle in (each for handles in self._handles.values() for each in handles):
+            handle.remove()
         for name, bound in self._wrapped.items():
-            # A wrapper that was put around ours meanwhile keeps it, and ours passes calls on.
+            # A wrapper that was put around ours inside the session keeps it, and ours passes calls on.
             if vars(self.module).get(name) is bound:
                 if self._replaced[name] is None:
                     delattr(self.module, name)
                 else:
                     setattr(self.module, name, self._replaced[name])
-        self._wrapped = {}
-
-    def _queue_followed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardInputs:
-        """Queue the rows of a forward's tokens, unless rows were queued by hand."""
-        inputs = read_inputs(self.module, args, kwargs)
-        if not self.queue.has_rows_by_hand:
-            self._session._on_unqueued(self, inputs)
-        return inputs
-
-    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Begin the next micro-batch with a forward of the innermost model."""
-        withdrawn = {name: kwargs[name] for name in _WITHDRAWN if name in kwargs}
-        check_withdrawn(type(self.module).__name__, withdrawn, _WITHDRAWN)
-        inputs = self._queue_followed(args, kwargs)
-        microbatch = self.queue.enter()
-        microbatch.cu_seqlens = inputs.bounds
-        # Stages that embed nothing may get tokens in another layout, before packing.
-        tokens = inputs.input_ids if getattr(self.module, "pre_process", True) else None
-        self._session._on_forward(self, microbatch, tokens)
-
-    def remove_hooks(self) -> None:
-        """Take the hooks off and forget every micro-batch."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        self._unwrap()
+        self._handles, self._wrapped = {}, {}
         self.queue.clear()

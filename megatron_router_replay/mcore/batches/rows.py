@@ -1,7 +1,8 @@
-"""The inputs of one forward, checked and copied: routing rows, masks, tokens."""
+"""The inputs of a forward, checked and copied: rows, masks, tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,27 +11,54 @@ from torch import Tensor
 
 from megatron_router_replay.checks import Check, as_integers, as_mask
 from megatron_router_replay.errors import LayoutError
+from megatron_router_replay.mcore.core.counts import Counts
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankRoutes:
-    """The routes of one micro-batch, as this rank's routers see their tokens.
+class DeferredChecks:
+    """Checks of tensors in one session. On the CPU they raise at once, on a GPU at the end, to spare the host a wait.
 
-    Args:
-        topk_indices: [num_tokens, num_layers, topk] in the dtype that ids of the model need, layers as the chunk's routers.
-        live_mask: [num_tokens] bool, True: the row has no route; None: all rows have one.
-        rows: [b, s] int64, rows of the trace that know the token_ids; None: the caller named these.
-        padding: [b, s] bool, known to be padding; None: nothing is known.
-        batch_shape: (b, s).
-        token_ids: [b, s] int64; None: not known.
+    Attributes:
+        failed: message -> how often the check failed, on a device until `Counts.read`.
     """
 
-    topk_indices: Tensor
-    live_mask: Tensor | None
-    padding: Tensor | None
-    batch_shape: tuple[int, int]
-    token_ids: Tensor | None
-    rows: Tensor | None = None
+    def __init__(self) -> None:
+        self.failed = Counts()
+        self._details: dict[str, Callable[[], str]] = {}  # message -> makes the one that is raised instead
+
+    def check(self, failed: Tensor, message: str, detail: Callable[[], str] | None = None) -> None:
+        """Raise LayoutError if `failed` (a scalar) is not 0: now, or from `texts` on.
+
+        Args:
+            detail: makes the whole message, from values that the host must wait for.
+        """
+        if failed.device.type != "cpu":
+            self.failed.add(**{message: failed})
+            if detail is not None:
+                self._details[message] = detail
+        elif bool(failed):
+            raise LayoutError(message if detail is None else detail())
+
+    def texts(self) -> list[str]:
+        """Return the messages of the checks that failed, once they are read."""
+        failed = self.failed.positive
+        return [self._details[message]() if message in self._details else message for message in failed]
+
+    def check_range(self, rows: Tensor, num_tokens: int) -> bool:
+        """Check the range of rows; return whether some may be -1, True also on a GPU, without a wait.
+
+        Raises:
+            LayoutError: a row is below -1, or num_tokens or more.
+        """
+        message = f"MRR202: rows reach outside the trace's rows 0..{num_tokens - 1}; padding is -1."
+        if not rows.numel():
+            return False
+        if rows.device.type != "cpu":
+            self.check(((rows < -1) | (rows >= num_tokens)).any(), message)
+            return True
+        lowest, highest = map(int, rows.aminmax())
+        if lowest < -1 or highest >= num_tokens:
+            raise LayoutError(message)
+        return lowest < 0
 
 
 def count_rows(num_rows: int, live_mask: Tensor | None, padding: Tensor | None) -> dict[str, Tensor | int]:
@@ -45,7 +73,7 @@ def check_padding(has_row: Tensor, padding: Tensor | None, check: Check) -> None
     if padding is not None:
         check(
             (padding & has_row).any(),
-            "MRR203: a position that padding= says is padding has a routing row: mask and rows moved apart, or the mask is "
+            "MRR203: a position with padding=True has a routing row: mask and rows moved apart, or the mask is "
             "inverted (True is padding) or a loss mask.",
         )
 
@@ -74,7 +102,7 @@ class RowInputs:
         """Check shapes and copy.
 
         Raises:
-            LayoutError: rows are not [b, s] (or [n], one packed row), or something beside them has another shape or kind.
+            LayoutError: rows are not [b, s] (or [n], one packed row), or a mask or tokens have another shape or kind.
         """
         rows = as_integers(rows, "rows")
         if rows.dim() not in (1, 2):

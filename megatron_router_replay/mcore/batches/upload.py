@@ -1,4 +1,4 @@
-"""Routes of one micro-batch on the routers' device: gathered as whole rows, copied once, widened 16 layers at a time."""
+"""Routes of a micro-batch on the routers' device: gathered as whole rows, copied once, widened 16 layers at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BLOCK = 16
 
 
 class LayerRoutes:
-    """The routes of one micro-batch on the routers' device; a forward, and a recompute, asks for each layer once.
+    """The routes of a micro-batch on the routers' device; a forward reads each layer once, and so does a recompute.
 
     Args:
         topk_indices: [num_tokens, num_layers, topk] in the dtype of the trace, written on the current stream.
@@ -63,7 +63,7 @@ class KeptLayer:
         self.dtype, self.shape = routes.topk_indices.dtype, routes.topk_indices[:, position].shape
 
     def to(self, dtype: torch.dtype) -> Tensor:
-        """Return [num_tokens, topk]; `RoutingCall` asks for int64, which costs nothing."""
+        """Return [num_tokens, topk]; `RoutingCall` requests int64, which costs nothing."""
         return self._routes.layer(self._position).to(dtype)
 
 
@@ -77,7 +77,7 @@ def take_rows(topk_indices: Tensor, rows: Tensor, device: torch.device) -> Tenso
     Returns:
         [n, num_layers, topk] on `device`.
     """
-    if not topk_indices.shape[0]:  # an empty trace, whose micro-batches have no row
+    if not topk_indices.shape[0]:  # an empty trace: its micro-batches have no row
         return topk_indices.new_zeros(rows.numel(), *topk_indices.shape[1:]).to(device)
     if device.type == "cpu" or topk_indices.device.type != "cpu":
         return topk_indices.index_select(0, rows).to(device, non_blocking=True)

@@ -11,10 +11,10 @@ exactly once raises. The hooks are process-wide: `install` puts them in once, an
 A forward's way through a session, in the order of calls:
 
     routing -> routing_call -> tape.checkpoint_state                                       whether this is a recompute
-            -> Session._routing_call -> Queue.microbatch_of                                the micro-batch of this call
-    topk_routing_with_score_function -> RoutingCall.get_replay_topk -> Session._experts    its experts
+            -> Microbatches._routing_call -> Queue.microbatch_of                           the micro-batch of this call
+    topk_routing_with_score_function -> RoutingCall.get_replay_topk -> Strategy.experts    its experts
     routing -> tape.write                                                                  for its recomputes
-            -> Session._on_routed -> Queue.routed                                          one router of the micro-batch ran
+            -> Microbatches._on_routed -> Queue.routed                                     one router of the micro-batch ran
     dispatch_preprocess                                                                    gets both outputs; see `dispatch`
 
 Source: Megatron-Core 0.16.1 to 0.19.2, router.TopKRouter.routing and moe_utils.topk_routing_with_score_function.
@@ -25,7 +25,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakSet
@@ -78,6 +78,9 @@ once_active: WeakSet[Any] = WeakSet()
 
 unregistered_forwards = 0
 """Forwards in training mode of routers without a session."""
+
+on_unregistered: Callable[[Any], None] | None = None
+"""Called with a router without a session that trains: in training mode, with gradients, and with a weight that needs one."""
 
 
 def register(router: Any, source: RoutingSource, dispatchers: Iterable[Any] = ()) -> None:
@@ -328,6 +331,8 @@ def _routing_hook(original: Any) -> Any:
 def _count_unregistered(router: Any) -> None:
     global unregistered_forwards
     unregistered_forwards += router.training
+    if on_unregistered is not None and router.training and torch.is_grad_enabled() and router.weight.requires_grad:
+        on_unregistered(router)
 
 
 def _is_left_to(replay: Any) -> bool:

@@ -1,38 +1,83 @@
-"""The router chooses, and every recompute repeats what its forward chose."""
+"""The router chooses, and every recompute repeats the choice of its forward."""
 
 from __future__ import annotations
 
+import logging
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from megatron_router_replay.checks import as_integer, warn
+from megatron_router_replay.mcore.core import hooks
 from megatron_router_replay.mcore.core.balance import Balance
-from megatron_router_replay.mcore.core.call import RouterCounts, RoutingCall, TopKRequest
+from megatron_router_replay.mcore.core.call import RoutingCall, TopKRequest
 from megatron_router_replay.mcore.model.find import Models
 from megatron_router_replay.mcore.model.support import check_no_indexers
+from megatron_router_replay.mcore.sessions.report import SessionReport
+from megatron_router_replay.mcore.sessions.routers import SessionRouters
 from megatron_router_replay.mcore.sessions.session import Session
 
+_LOG = logging.getLogger(__name__)
 
-class Frozen:
-    """The part of a freeze that the hook keeps.
+_Sizes = tuple[Any, ...]
+"""Layer number, topk, and shape of the weight, [num_experts, hidden size], of a router."""
 
-    It refers to no model, so a freeze whose session is dropped lasts as long as its model.
+
+@dataclass(slots=True, eq=False)
+class _Successor:
+    """Routers without a session, of the same layers and sizes as a frozen model's.
 
     Args:
-        freeze: the session.
-        counters: counter and dtype of each router, by its id: the hook calls this only for registered routers, which live.
+        of: the source of the freeze, which lives as long as its model.
+        sizes: of its routers.
+        forwards: of such routers in training, since the last line of `log_every`.
+    """
+
+    of: weakref.ref[FrozenRouters]
+    sizes: set[_Sizes]
+    forwards: int = 0
+
+
+_successors: list[_Successor] = []
+"""Of all freezes that were not closed."""
+
+
+class FrozenRouters:
+    """The source of a freeze: its routers choose by themselves.
+
+    It refers to no model, so a freeze lasts as long as its model, also after its session is dropped.
+
+    Args:
+        routers: of the session.
     """
 
     kind = "freeze_recompute"
     _takes_microbatches = False
 
-    def __init__(self, freeze: FreezeSession, counters: dict[int, tuple[RouterCounts, torch.dtype]]) -> None:
-        self._session = weakref.ref(freeze)
-        self._counters = counters
+    def __init__(self, routers: SessionRouters) -> None:
+        # By id: the hooks call it only for registered routers, which live.
+        self._counters = {id(router): (state.counter, state.dtype) for router, state in routers.states.items()}
+        self._successor = _Successor(weakref.ref(self), set(map(_sizes_of, routers.states)))
+        self.num_steps = 0  # calls of `log_every`
+        self._logged = SessionReport(kind=self.kind)  # by the last line
 
-    def _routing_call(self, router: Any, shape: torch.Size, is_written: bool) -> RoutingCall | None:
-        """Return the state of a router's call; see `RoutingSource`."""
+    def begin(self, session: Session) -> None:
+        """Watch for routers that train in place of these."""
+        self._opened_by = weakref.ref(session)
+        _successors.append(self._successor)
+        hooks.on_unregistered = _count_successor
+
+    def end(self) -> None:
+        """End the watch."""
+        _successors[:] = [each for each in _successors if each is not self._successor]
+        if not _successors:
+            hooks.on_unregistered = None
+
+    # ---- calls of routers, see `RoutingSource`
+    def _session(self) -> Any:
+        return self._opened_by()
+
+    def _routing_call(self, router: Any, shape: Any, is_written: bool) -> RoutingCall | None:
         counter, dtype = self._counters[id(router)]
         if not (is_written or counter.verify or counter.balance_off):
             counter.add(forwards=1)
@@ -40,33 +85,77 @@ class Frozen:
         return RoutingCall(router, counter, dtype, source=self, is_written=is_written)
 
     def _experts(self, call: RoutingCall, request: TopKRequest) -> None:
-        """Let the router choose; see `RoutingSource`."""
+        """Let the router choose."""
 
     def _on_routed(self, call: RoutingCall) -> None:
-        """Keep nothing; see `RoutingSource`."""
+        """Keep nothing: the tape has it."""
+
+    # ---- lines of a run
+    def log(self, report: SessionReport) -> None:
+        """Log the counts since the last line, and warn if other routers trained in place of these."""
+        last, self._logged = self._logged, report
+        forwards, recomputes = report.forwards - last.forwards, report.recomputes - last.recomputes
+        line = f"{self.kind}, step {self.num_steps}: {forwards:,} forwards and {recomputes:,} recomputes since the last line"
+        if "recomputed" in report.decisions:
+            flips = {layer: count - last.flips_of_layer.get(layer, 0) for layer, count in report.flips_of_layer.items()}
+            decisions = report.decisions["recomputed"] - last.decisions.get("recomputed", 0)
+            layers = ", ".join(f"layer {layer}: {count:,}" for layer, count in sorted(flips.items()) if count)
+            line += f", {sum(flips.values()):,} of {decisions:,} decisions would have flipped"
+            line += f" ({layers})" if layers else ""
+        _LOG.info("%s", line)
+        if self._successor.forwards and not forwards:
+            _warn_of_successor(f"the frozen model ran no forward since the last line, and {self._successor.forwards:,}")
+        self._successor.forwards = 0
+
+
+def _sizes_of(router: Any) -> _Sizes:
+    return getattr(router, "layer_number", None), int(router.topk), *router.weight.shape
+
+
+def _count_successor(router: Any) -> None:
+    """Count a forward of a router without a session that trains, for the freezes of such a model."""
+    for successor in list(_successors):
+        if _sizes_of(router) in successor.sizes:
+            successor.forwards += 1
+            # A frozen model that exists may train next, as an actor does after its critic; `log_every` sees both.
+            if successor.of() is None:
+                _successors.remove(successor)
+                _warn_of_successor("the frozen model no longer exists, and")
+
+
+def _warn_of_successor(seen: str) -> None:
+    warn(
+        "freeze",
+        f"{seen} forwards of routers of its layers and sizes trained without a session, so their recomputes may flip. Was "
+        "the model rebuilt? Call mrr.freeze_recompute after each build",
+    )
 
 
 class FreezeSession(Session):
-    """Recomputes use the experts of their forward; see `freeze_recompute`."""
+    """A freeze: `log_every` is all that it adds to a session. See `freeze_recompute`."""
 
-    kind = Frozen.kind
+    _source: FrozenRouters
 
-    def __init__(
-        self, model_chunks: Models, *, ask_every_layer: bool, verify: bool, indexers: bool, balance: Balance
-    ) -> None:
-        super().__init__(model_chunks, verify=verify, flips=ask_every_layer, balance=balance)
-        self._frozen = Frozen(self, {id(router): (each.counter, each.dtype) for router, each in self._routers.items()})
-        if indexers:
-            check_no_indexers(self._walks)
+    def log_every(self, num_steps: int) -> None:
+        """Log the counts since the last line, in every num_steps-th call. Call it once a training step.
 
-    def _source(self) -> Frozen:
-        return self._frozen
+        A line has the number of forwards and recomputes; with ask_every_layer=True also the decisions that recomputes would
+        have flipped, by layer. It is logged as INFO. On a GPU such a call waits for the device; calls without a line do not.
 
-    def _num_microbatches(self) -> int:
-        forwards: dict[int, int] = {}
-        for each in self._routers.values():
-            forwards[each.chunk_index] = max(forwards.get(each.chunk_index, 0), each.counter["forwards"])
-        return sum(forwards.values())
+        The line warns if the frozen model ran no forward since the last one, while routers of the same layer numbers and
+        sizes trained without a session: a model that was rebuilt needs a freeze of its own. Routers train if they are in
+        training mode, run with gradients, and have a weight that requires one, so a reference model that is only evaluated
+        is none of them.
+
+        Raises:
+            ReplayStateError: the freeze is closed.
+            TraceError: num_steps is no integer of 1 or more.
+        """
+        self._check_open()
+        num_steps = as_integer("num_steps", num_steps, least=1)
+        self._source.num_steps += 1
+        if self._source.num_steps % num_steps == 0:
+            self._source.log(self.report)
 
 
 def freeze_recompute(
@@ -84,15 +173,19 @@ def freeze_recompute(
     of checkpoints, such as evaluations, keep nothing. `record` and `replay` may run inside it. A backward that runs after
     the session still uses its forward's experts (see `tape`).
 
+    `log_every(n)` of the returned session logs a line every n steps. A model that is rebuilt needs a new call, for the
+    freeze lasts as long as the routers that it was given. If that model no longer exists and routers of the same layers and
+    sizes train without a session, their first forward warns; `log_every` also warns while the old model exists.
+
     Args:
         model_chunks: the model or its chunks on this rank; multi-token-prediction routers are frozen too.
         ask_every_layer: also take the live top-k in every recompute and report how many decisions it would have flipped.
         verify: compare every routing map that a token dispatcher gets with the chosen experts.
-        indexers: True: refuse a model with sparse attention (DSA), whose recomputes may attend to different positions than
-            their forward. False: freeze its experts alone.
+        indexers: True: refuse a model with sparse attention (DSA), because its recomputes may attend to different positions
+            than their forward. False: freeze its experts alone.
         balance: "megatron": Megatron-Core balances as it does without a session. "off": no forward counts in the expert
-            bias, nor has an auxiliary loss, for passes whose routes shall not balance the experts; `record` and `replay`
-            inside it decide for themselves.
+            bias, nor has an auxiliary loss, for passes that shall not balance the experts; `record` and `replay` inside it
+            decide for themselves.
 
     Raises:
         UnsupportedRouterError: the choice of a router cannot be frozen, which names the config field; or layers have sparse
@@ -100,6 +193,8 @@ def freeze_recompute(
         LayoutError: the model has no experts, or not all chunks of a virtual pipeline are given.
         ReplayStateError: the model is under another session, or its routers are driven by their own RouterReplay.
     """
-    return FreezeSession(
-        model_chunks, ask_every_layer=ask_every_layer, verify=verify, indexers=indexers, balance=balance
-    )._start()
+    routers = SessionRouters(model_chunks, verify=verify, flips=ask_every_layer, balance=balance)
+    if indexers:
+        check_no_indexers(routers.walks)
+    session = FreezeSession(FrozenRouters.kind, routers, FrozenRouters(routers))
+    return session._start()

@@ -1,373 +1,181 @@
-"""Sessions that take micro-batches: every forward of a model chunk uses the one that was queued for it.
+"""The micro-batches of a session: queued, used by the routers of a forward, counted, and judged with the group.
 
-microbatch  queues what one forward shall use
-decide      one call of one router in a forward; a recompute never comes here, its tape decides
-close       what ran is compared with what was queued, and the ranks of a group settle their accounts
+    queue                         rows by hand, before a forward
+    on_forward                    a forward begins: its tokens find their rows, or are compared with those of rows by hand
+    _routing_call, _on_routed     before and after a call of a router in a forward; a recompute reads its tape instead
+    settle                        the session's end: this rank's numbers, judged over the group
+
+What differs between `record` and `replay` is a `Strategy`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_router_replay.checks import check_withdrawn, warn
+from megatron_router_replay.checks import warn
 from megatron_router_replay.errors import LayoutError, ReplayStateError
 from megatron_router_replay.layout.rows import count_differing_tokens
 from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.batches.follow import ForwardInputs
 from megatron_router_replay.mcore.batches.queue import Microbatch
-from megatron_router_replay.mcore.batches.rows import RowInputs
+from megatron_router_replay.mcore.batches.rows import DeferredChecks, RowInputs
 from megatron_router_replay.mcore.core import hooks, tape
-from megatron_router_replay.mcore.core.call import RoutingCall, RoutingSource, TopKRequest
+from megatron_router_replay.mcore.core.call import RoutingCall, TopKRequest
 from megatron_router_replay.mcore.core.counts import Counts
 from megatron_router_replay.mcore.core.streams import to_device
-from megatron_router_replay.mcore.model.find import FoundRouter, Models, as_chunks, wrappers
+from megatron_router_replay.mcore.model.find import FoundRouter, wrappers
 from megatron_router_replay.mcore.sessions.group_check import GroupCheck, GroupResult, Numbers
 from megatron_router_replay.mcore.sessions.report import SessionReport
-from megatron_router_replay.mcore.sessions.session import Session
-
-S = TypeVar("S", bound="MicrobatchSession")
+from megatron_router_replay.mcore.sessions.routers import SessionRouters
 
 
-_WITHDRAWN = dict.fromkeys(
-    ("routes", "stamped", "trust_layout", "filler", "missing", "layer_numbers", "split", "stale"),
-    "make a trace with RoutingTrace.from_samples(tokens, routes, ...) and replay it: rows are found by tokens.",
-) | {
-    "ahead": "queue each micro-batch before its forward, in the order of the forwards.",
-    "trained": "min_replayed= bounds the share of tokens without a route, and the report counts them.",
-}
-"""Option of an earlier version -> its replacement."""
+class Strategy(Protocol):
+    """Turn rows into micro-batches, and calls of routers into experts; `record` and `replay` differ in it.
+
+    Attributes:
+        kind: of the session.
+        checks: of tensors, some of which the host reads at the end.
+    """
+
+    kind: str
+    checks: DeferredChecks
+
+    def microbatch(self, chunk: Chunk, inputs: RowInputs) -> Microbatch:
+        """Return the micro-batch of rows that were given by hand."""
+
+    def followed(self, chunk: Chunk, inputs: ForwardInputs) -> Microbatch | None:
+        """Return the micro-batch of a forward's tokens; None: rows must be given by hand."""
+
+    def experts(self, call: RoutingCall, request: TopKRequest) -> Tensor | None:
+        """Return the experts of a call, see `RoutingSource._experts`; without a micro-batch, None."""
+
+    def keep(self, chunk: Chunk, microbatch: Microbatch) -> None:
+        """Keep a micro-batch, after its forward returned."""
+
+    def read(self) -> None:
+        """Wait for copies to the host."""
+
+    def problems(self) -> list[str]:
+        """Return the faults that show when all forwards have run."""
+
+    def numbers(self) -> dict[str, Any]:
+        """Return fields of this rank's `Numbers`."""
+
+    def judge(self, everyone: Mapping[int, Numbers]) -> tuple[list[str], list[str]]:
+        """Return the problems and the warnings that the numbers of all ranks show."""
+
+    def report(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
+        """Return fields of the `SessionReport`, whose rows are those of these chunks."""
 
 
-class MicrobatchSession(Session):
-    """A session with micro-batches: `record` and `replay`.
+class Microbatches:
+    """The micro-batches of a session; the hooks call it as the source of its routers' experts.
 
     Args:
-        model_chunks: as given by the user.
-        group: the ranks that settle together at the end, None: all of the job.
-        enabled: False: nothing is held or even looked at, and what is queued is dropped.
-        options: see `Session`.
+        routers: of the session.
+        chunks: those that take micro-batches, see `make_chunks`.
+        strategy: of `record` or `replay`.
+        group: the ranks that are judged together, None: all of the job.
+
+    Attributes:
+        num_pauses: blocks of `paused` that are open; while there are any, forwards run live.
+        result: of the group, once the session is closed in order.
     """
 
     _takes_microbatches = True
-    _lacks = "routes"
-    """What a forward lacks if no micro-batch was queued for it."""
 
     def __init__(
-        self,
-        model_chunks: Models,
-        *,
-        group: dist.ProcessGroup | None = None,
-        enabled: bool = True,
-        **options: Any,
+        self, routers: SessionRouters, chunks: list[Chunk], strategy: Strategy, group: dist.ProcessGroup | None
     ) -> None:
-        self._enabled, self._group = enabled, group
-        self._chunks: list[Chunk] = []
-        # By id, of what the session keeps alive; None: none of its routers takes part.
-        self._chunk_of: dict[int, Chunk | None] = {
-            id(level): None for module in as_chunks(model_chunks) for level in wrappers(module)
-        }
-        super().__init__(model_chunks, **options)
-        self._group_check: GroupCheck | None = None
-        self._verdict: GroupResult | None = None  # once it is closed in order
-        self._unregistered_forwards = 0
-        self._num_pauses = 0  # blocks of `paused` that are open
-        self._rows = Counts()  # see `count_rows`
-        self._failed = Counts()  # by message, checks that the host has not waited for
-        self._details: dict[str, Callable[[], str]] = {}  # message -> what says it in more words
+        self.kind = strategy.kind
+        self.chunks, self.strategy, self.group = chunks, strategy, group
+        self._experts = strategy.experts  # itself, because every call of every router would pay for a method around it
+        self.num_pauses = 0
+        self.result: GroupResult | None = None
+        self._states, self._modules, self._rank = routers.states, routers.modules, routers.rank
+        # By id, because the session keeps the modules alive; None: none of the module's routers replays.
+        self._chunk_of: dict[int, Chunk | None] = dict.fromkeys(id(each) for m in self._modules for each in wrappers(m))
+        self._chunk_of |= {id(level): chunk for chunk in chunks for level in chunk.levels}
+        self._unregistered_forwards = 0  # when the session began
 
-    def _find_routers(self) -> list[list[FoundRouter]]:
-        return super()._find_routers() if self._enabled else []
-
-    def _add_chunk(self, index: int, module: nn.Module, routers: list[FoundRouter], *, flips: bool) -> None:
-        for found in routers:
-            if found.router in self._routers:
-                first = self._routers[found.router]
-                raise LayoutError(
-                    f"MRR404: chunk {first.chunk_index} and chunk {index} share a router, {first.found} and {found}: which "
-                    "chunk's micro-batch a forward of it belongs to cannot be told. Give each model a session of its own, "
-                    "one after another."
-                )
-        super()._add_chunk(index, module, routers, flips=flips)
-        replayed_routers = [found for found in routers if not found.is_mtp]
-        if not replayed_routers:
-            return
-        chunk = Chunk(index, module, replayed_routers, rank=self._rank, session=self)
-        self._chunks.append(chunk)
-        self._chunk_of |= {id(level): chunk for level in chunk.levels}
-        for found in routers:
-            self._routers[found.router].chunk = chunk
-        for position, found in enumerate(replayed_routers):
-            self._routers[found.router].position = position
-
-    def _start(self) -> Self:
-        self._check_open()
-        if not self._enabled:
-            return self
-        self._group_check = GroupCheck(self._group)
-        try:
-            super()._start()
-        except BaseException:
-            self._abandon()
-            raise
-        for chunk in self._chunks:
-            chunk.add_hooks()
+    def begin(self, session: Any) -> None:
+        """Put the hooks on the chunks."""
+        # A session that was dropped lasts until `close_sessions`, which finds it by the source.
+        self._opened_by = session
+        for chunk in self.chunks:
+            chunk.add_hooks(self)
         self._unregistered_forwards = hooks.unregistered_forwards
-        return self
 
-    def microbatch(
-        self,
-        rows: Tensor | Any = None,
-        model: nn.Module | None = None,
-        *,
-        token_ids: Tensor | Any = None,
-        padding: Tensor | Any = None,
-        **withdrawn: Any,
-    ) -> None:
-        """Queue the routes of the next forward of a model chunk. Call it once before each forward of each chunk.
+    def end(self) -> None:
+        """Take the hooks off, and clear the queues."""
+        for chunk in self.chunks:
+            chunk.remove_hooks()
 
-        Inside a checkpointed function its recompute calls this again: that queues nothing.
-
-        Args:
-            rows: integers of the shape of this rank's input_ids, [b, s] ([1, total] when packed): the
-                trace row of each position, -1 where there is none. Split over context-parallel ranks like input_ids, not
-                split over sequence-parallel ranks. On the CPU, no host sync is needed. A tensor or a numpy array.
-            model: the chunk, as the schedule passes it to the forward step; None: there is only one.
-            token_ids: the input_ids themselves, same shape; compared with the trace's token_ids now, and with the
-                input_ids that the model's forward gets. A recording stores them. Without them the forward's own
-                input_ids are compared and stored.
-            padding: bool, same shape, True: known to be padding. The live router decides it, and it is counted apart. Any
-                other position with row -1 is decided by the live router as well, and counted as live.
-
-        Raises:
-            LayoutError: rows, masks or tokens do not fit each other or the trace; the model is none of the session's chunks.
-            ReplayStateError: the session is closed, or takes no micro-batches.
-        """
-        check_withdrawn("session.microbatch", withdrawn, _WITHDRAWN)
-        self._check_open()
-        if tape.in_recompute() or not self._enabled or self.is_paused:
+    # ---- rows of a forward
+    def queue(self, rows: Any, model: nn.Module | None, *, token_ids: Any, padding: Any) -> None:
+        """Queue rows that a caller gives for the next forward of a chunk; see `Session.microbatch`."""
+        if not self.is_new_forward():
             return
         hooks.check_installed()
         hooks.check_runs_python("a micro-batch that is queued")  # before CUDA refuses the memory that it takes
         chunk = self._find_chunk(model)
-        row_inputs = RowInputs.checked(rows, token_ids=token_ids, padding=padding)
+        inputs = RowInputs.checked(rows, token_ids=token_ids, padding=padding)
         if chunk is not None:
-            self._queue(chunk, row_inputs)
+            chunk.queue.queue(self.strategy.microbatch(chunk, inputs))
 
-    # ---- what the hook asks
-    def _source(self) -> RoutingSource:
-        return self
+    def is_new_forward(self) -> bool:
+        """Return whether what runs now is a forward of the session: no recompute, and not paused."""
+        return not self.num_pauses and not tape.in_recompute()
 
-    def _session(self) -> MicrobatchSession:
-        """Return itself; see `RoutingSource`."""
-        return self
+    def follow(self, chunk: Chunk, inputs: ForwardInputs) -> None:
+        """Queue the rows of a forward's tokens, unless rows were queued by hand."""
+        if not chunk.queue.has_rows_by_hand:
+            microbatch = self.strategy.followed(chunk, inputs)
+            if microbatch is not None:
+                microbatch.is_followed = True
+                chunk.queue.queue(microbatch)
 
-    def _routing_call(self, router: Any, shape: torch.Size, is_written: bool) -> RoutingCall | None:
-        """Return what a router's forward uses; see `RoutingSource`."""
-        router_state = self._routers[router]
-        chunk, counter = router_state.chunk, router_state.counter
-        microbatch = None
-        if router_state.position >= 0 and not self._num_pauses:
-            assert chunk is not None, "it takes part"
-            microbatch = chunk.queue.microbatch_of(router_state.position)
-            if shape != microbatch.shape:
-                microbatch.check_shape(f"{chunk.queue.where}, {router_state.found}", tuple(shape))
-        elif not (is_written or counter.verify or counter.balance_off):
-            counter.add(forwards=1)
-            return None  # nothing of it is needed again
-        dtype = router_state.dtype
-        return RoutingCall(router, counter, dtype, source=self, microbatch=microbatch, is_written=is_written)
+    def on_forward(self, chunk: Chunk, inputs: ForwardInputs) -> None:
+        """Begin the next micro-batch of a chunk, and compare its tokens with those that the forward gets."""
+        self.follow(chunk, inputs)
+        microbatch = chunk.queue.begin()
+        microbatch.cu_seqlens = inputs.bounds
+        # Stages that embed nothing may get tokens in another layout, before packing.
+        if inputs.input_ids is not None and getattr(chunk.module, "pre_process", True):
+            self._compare_tokens(chunk, microbatch, inputs.input_ids)
 
-    def _experts(self, call: RoutingCall, request: TopKRequest) -> Tensor | None:
-        """Let the router choose; see `RoutingSource`."""
-        return None
-
-    def _on_routed(self, call: RoutingCall) -> None:
-        """Take note that a router's forward is over."""
-        if call.microbatch is not None:
-            router_state = self._routers[call.router]
-            assert router_state.chunk is not None, "it takes part"
-            # Last: behind the chunk's last router this hands the micro-batch on.
-            router_state.chunk.queue.routed(call.microbatch, router_state.position)
-
-    # ---- one micro-batch
-    def _queue(self, chunk: Chunk, inputs: RowInputs) -> None:
-        """Add a micro-batch to a chunk's queue."""
-        raise NotImplementedError
-
-    def _on_unqueued(self, chunk: Chunk, inputs: ForwardInputs) -> None:
-        """Take note that a forward begins for which no rows were queued by hand."""
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Let the model's forwards inside the block run live: an evaluation, a reference pass over other tokens.
-
-        Nothing of them is replayed, recorded or counted; a recompute still takes the experts of its forward. Without it,
-        tokens that are of no sample raise.
-        """
-        self._check_open()
-        self._num_pauses += 1
-        try:
-            yield
-        finally:
-            self._num_pauses -= 1
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether forwards run live now, inside `paused()`."""
-        return self._num_pauses > 0
-
-    def _on_forward(self, chunk: Chunk, microbatch: Microbatch, input_ids: Tensor | None) -> None:
-        """Compare the tokens that the model's forward gets with those of the micro-batch that was queued for it."""
-        if input_ids is None:
-            return
-        # A packed batch may come as [total]; its rows were taken as [1, total].
-        tokens = input_ids if input_ids.dim() == 2 else input_ids.reshape(1, -1)
+    def _compare_tokens(self, chunk: Chunk, microbatch: Microbatch, tokens: Tensor) -> None:
         if tuple(tokens.shape) != microbatch.batch_shape:
             raise LayoutError(
-                f"MRR201: the forward of micro-batch {microbatch.number} gets input_ids {list(input_ids.shape)}, its "
+                f"MRR201: the forward of micro-batch {microbatch.number} gets input_ids {list(tokens.shape)}, its "
                 f"routes are for {list(microbatch.batch_shape)}: they must have the shape of the tokens. If the model "
                 "inserts positions itself (images), open the session on its language model."
             )
         expected = microbatch.token_ids
-        if expected is not None and not _same_on_host(expected, tokens):
-            # -1: not known, for the position has no row, or the trace was recorded without input_ids there.
-            expected, rows = to_device(expected, tokens.device), microbatch.batch_rows
-            rows = None if rows is None else to_device(rows, tokens.device)
-            why = "move tokens and rows by the same code, and run micro-batches in the order in which they were queued."
-            count, detail = count_differing_tokens(tokens, expected, rows, why=why)
-            where = f"micro-batch {microbatch.number} of chunk {chunk.index}"
-            self._check(count, f"MRR203: {where}: {why}", lambda: f"MRR203: {where}: {detail()}")
-
-    def _on_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
-        """Take note that every router of a chunk has routed this micro-batch."""
-        self._count(chunk, microbatches=1, **microbatch.counts)
-
-    def _may_be_unrouted(self, rows: Tensor, num_tokens: int) -> bool:
-        """Check the range of rows; return whether some may be -1, True also on a GPU, unasked.
-
-        Raises:
-            LayoutError: a row is below -1, or num_tokens or more.
-        """
-        message = f"MRR202: rows reach outside the trace's rows 0..{num_tokens - 1}; padding is -1."
-        if not rows.numel():
-            return False
-        if rows.device.type != "cpu":
-            self._check(((rows < -1) | (rows >= num_tokens)).any(), message)
-            return True
-        lowest, highest = map(int, rows.aminmax())
-        if lowest < -1 or highest >= num_tokens:
-            raise LayoutError(message)
-        return lowest < 0
-
-    def _check(self, failed: Tensor, message: str, detail: Callable[[], str] | None = None) -> None:
-        """Raise if `failed` (a scalar) is not 0: now on the CPU, else once at the end, to spare the host a sync.
-
-        Args:
-            message: what is wrong.
-            detail: says it in more words, from what the host must wait for.
-        """
-        if failed.device.type != "cpu":
-            self._failed.add(**{message: failed})
-            if detail is not None:
-                self._details[message] = detail
-        elif bool(failed):
-            raise LayoutError(message if detail is None else detail())
-
-    # ---- the end
-    @property
-    def report(self) -> SessionReport:
-        """What the session did so far on this rank. On a GPU, reading it waits for the device."""
-        first, chunks = self._first_chunks()
-        replayed, live, padding = self._rows_counted(chunks)
-        return replace(super().report, counted_at=first, rows_replayed=replayed, rows_live=live, rows_padding=padding)
-
-    def close(self, *, verify: bool = True) -> None:
-        if self._enabled:
-            super().close(verify=verify)
-        else:
-            self._release()
-
-    def _abandon(self) -> None:
-        """Release the routers without verifying. The other ranks learn that this one failed."""
-        super()._abandon()
-        if self._group_check is not None:
-            self._group_check.fail()
-
-    def _release(self) -> None:
-        super()._release()
-        for chunk in self._chunks:
-            chunk.remove_hooks()
-
-    def _tallies(self) -> list[Counts]:
-        return [*super()._tallies(), self._failed, self._rows]
-
-    def _count(self, chunk: Chunk, **counts: Tensor | int) -> None:
-        self._rows.add(**{f"{name} {chunk.index}": count for name, count in counts.items()})
-
-    def _counted(self, name: str, chunks: Sequence[Chunk]) -> int:
-        return sum(self._rows[f"{name} {chunk.index}"] for chunk in chunks)
-
-    def _rows_counted(self, chunks: Sequence[Chunk]) -> list[int]:
-        """Return how many rows of these chunks were replayed, live, and padding."""
-        rows, live, padding = (self._counted(name, chunks) for name in ("rows", "live", "padding"))
-        return [rows - live - padding, live, padding]
-
-    def _first_chunks(self) -> tuple[tuple[int, int] | None, list[Chunk]]:
-        """Return `SessionReport.counted_at`, and its chunks: later ones of a virtual pipeline have the same rows."""
-        at = {chunk.index: (chunk.replayed_routers[0].layer_number, chunk.row_sharing[0]) for chunk in self._chunks}
-        first = min(at.values(), default=None)
-        return first, [chunk for chunk in self._chunks if at[chunk.index] == first]
-
-    def _num_microbatches(self) -> int:
-        return self._counted("microbatches", self._first_chunks()[1])
-
-    def _faults(self) -> list[str]:
-        problems = super()._faults() + [problem for chunk in self._chunks for problem in chunk.queue.problems()]
-        elsewhere = hooks.unregistered_forwards - self._unregistered_forwards
-        if self._chunks and elsewhere and not any(each.counter["forwards"] for each in self._routers.values()):
-            problems.append(
-                f"rank {self._rank}: no router of this session's model ran, but other routers ran {elsewhere} forwards in "
-                "training mode: the session was opened on another model than the one that trains (was it rebuilt?)"
-            )
-        return problems
-
-    def _settled(self, problems: list[str]) -> list[str]:
-        failed = self._failed.positive
-        assert self._group_check is not None, "it was started"
-        at_fault = bool(problems or failed)
-        # Also where this rank is at fault: the others wait for its numbers.
-        try:
-            verdict = self._group_check.finish(self._numbers()._replace(at_fault=at_fault), self._judge)
-        except ReplayStateError as error:  # a rank never came: this rank's own problems are raised with it
-            problems = [*problems, str(error)]
-        else:
-            self._verdict = verdict
-            problems = [*problems, *verdict.problems_of(self._rank, at_fault=at_fault)]
-            for text in verdict.warnings:
-                warn("agreement", text)
-        if failed:
-            texts = [self._details[message]() if message in self._details else message for message in failed]
-            raise LayoutError("\n  ".join([*texts, *problems]))
-        return problems
-
-    def _numbers(self) -> Numbers:
-        """Return what this rank tells the others at the end."""
-        replayed, live, padding = self._rows_counted(self._chunks)
-        return Numbers(chunks=len(self._chunks), rows_replayed=replayed, rows_live=live, rows_padding=padding)
-
-    def _judge(self, everyone: Mapping[int, Numbers]) -> tuple[list[str], list[str]]:
-        """Return what is wrong with the group as a whole, and what only looks wrong, from `_numbers` of each rank."""
-        return [], []
+        if expected is None:
+            if microbatch.used is not None:
+                # A copy: trainers reuse the buffer, and a recording keeps it until the trace is made.
+                microbatch.token_ids = tokens.to(torch.int64, copy=True)
+            return
+        is_on_host = expected.device.type == tokens.device.type == "cpu"
+        if is_on_host and expected.dtype == tokens.dtype and torch.equal(expected, tokens):
+            return  # one pass; counting the tokens that differ takes five
+        # -1: not known, for the position has no row, or the trace was recorded without input_ids there.
+        expected, rows = to_device(expected, tokens.device), microbatch.batch_rows
+        rows = None if rows is None else to_device(rows, tokens.device)
+        why = "move tokens and rows by the same code, and run micro-batches in the order in which they were queued."
+        count, detail = count_differing_tokens(tokens, expected, rows, why=why)
+        where = f"micro-batch {microbatch.number} of chunk {chunk.index}"
+        self.strategy.checks.check(count, f"MRR203: {where}: {why}", lambda: f"MRR203: {where}: {detail()}")
 
     def _find_chunk(self, model: nn.Module | None) -> Chunk | None:
-        """Return a model's chunk; None: none of its routers takes part.
+        """Return a model's chunk; None: none of its routers replays.
 
         Raises:
             LayoutError: the model is none of this session's, or there are several and none is given.
@@ -386,17 +194,121 @@ class MicrobatchSession(Session):
             )
         return self._chunk_of[known[0]]
 
+    # ---- calls of routers, see `RoutingSource`
+    def _session(self) -> Any:
+        return self._opened_by
 
-def open_session(make: Callable[[], S], group: dist.ProcessGroup | None) -> S:
-    """Make a session that takes micro-batches and start it; if it cannot be made, publish the failure to the others."""
-    try:
-        session = make()
-    except BaseException:
-        GroupCheck(group).fail()
-        raise
-    return session._start()
+    def _routing_call(self, router: Any, shape: torch.Size, is_written: bool) -> RoutingCall | None:
+        state = self._states[router]
+        counter, microbatch = state.counter, None
+        if state.position >= 0 and not self.num_pauses:
+            assert state.chunk is not None, "it takes part"
+            microbatch = state.chunk.queue.microbatch_of(state.position)
+            if shape != microbatch.shape:
+                microbatch.check_shape(f"{state.chunk.queue.where}, {state.found}", tuple(shape))
+        elif not (is_written or counter.verify or counter.balance_off):
+            counter.add(forwards=1)
+            return None  # no recompute follows
+        return RoutingCall(router, counter, state.dtype, source=self, microbatch=microbatch, is_written=is_written)
+
+    def _on_routed(self, call: RoutingCall) -> None:
+        microbatch: Microbatch | None = call.microbatch
+        if microbatch is None:
+            return
+        state = self._states[call.router]
+        assert state.chunk is not None, "it takes part"
+        if microbatch.used is not None:
+            assert call.used is not None, "the call is over"
+            # Narrowed where a tape has it so; else all layers at once, at the end, for autograd keeps it as it is.
+            microbatch.used[state.position] = call.used if call.kept is None else call.kept
+        state.chunk.queue.routed(microbatch, state.position)
+
+    def on_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
+        """Count a micro-batch that every router has routed, after its forward returned."""
+        chunk.counts.add(microbatches=1, **microbatch.counts)
+        self.strategy.keep(chunk, microbatch)
+
+    # ---- the end
+    @property
+    def counts(self) -> list[Counts]:
+        """Counts of rows and of checks, some of them on a device until `Counts.read`."""
+        return [self.strategy.checks.failed, *(chunk.counts for chunk in self.chunks)]
+
+    def report(self, report: SessionReport) -> SessionReport:
+        """Return a report of the routers with the counts of micro-batches and rows."""
+        at = {chunk.index: (chunk.replayed_routers[0].layer_number, chunk.row_sharing[0]) for chunk in self.chunks}
+        first = min(at.values(), default=None)
+        # Later chunks of a virtual pipeline have the same rows.
+        chunks = [chunk for chunk in self.chunks if at[chunk.index] == first]
+        microbatches, fields = sum_counts("microbatches", chunks), self.strategy.report(chunks)
+        return replace(report, counted_at=first, microbatches=microbatches, **_row_counts(chunks), **fields)
+
+    def problems(self) -> list[str]:
+        """Return the faults of the queues, and of the strategy."""
+        problems = [problem for chunk in self.chunks for problem in chunk.queue.problems()]
+        elsewhere = hooks.unregistered_forwards - self._unregistered_forwards
+        if self.chunks and elsewhere and not any(each.counter["forwards"] for each in self._states.values()):
+            problems.append(
+                f"rank {self._rank}: no router of this session's model ran, but other routers ran {elsewhere} forwards in "
+                "training mode: the session was opened on another model than the one that trains (was it rebuilt?)"
+            )
+        return problems + self.strategy.problems()
+
+    def numbers(self) -> Numbers:
+        """Return the numbers of this rank, for the check of the group."""
+        return Numbers(chunks=len(self.chunks), **_row_counts(self.chunks), **self.strategy.numbers())
+
+    def settle(self, group_check: GroupCheck, problems: list[str]) -> tuple[list[str], list[str]]:
+        """Return the checks on a device that failed, and all other problems, of this rank and of its group."""
+        failed = self.strategy.checks.texts()
+        at_fault = bool(problems or failed)
+        try:
+            # Also where this rank is at fault, because all ranks wait for its numbers.
+            result = group_check.finish(self.numbers()._replace(at_fault=at_fault), self.strategy.judge)
+        except ReplayStateError as error:  # a rank never came: this rank's own problems are raised with it
+            return failed, [*problems, str(error)]
+        self.result = result
+        for text in result.warnings:
+            warn("agreement", text)
+        return failed, [*problems, *result.problems_of(self._rank, at_fault=at_fault)]
 
 
-def _same_on_host(one: Tensor, other: Tensor) -> bool:
-    """Return whether these are known to be the same without waiting for a GPU: one pass, where telling why not takes five."""
-    return one.device.type == other.device.type == "cpu" and one.dtype == other.dtype and torch.equal(one, other)
+def sum_counts(name: str, chunks: Sequence[Chunk]) -> int:
+    """Return the sum of a count of these chunks."""
+    return sum(chunk.counts[name] for chunk in chunks)
+
+
+def _row_counts(chunks: Sequence[Chunk]) -> dict[str, Any]:
+    rows, live, padding = (sum_counts(name, chunks) for name in ("rows", "live", "padding"))
+    return {"rows_replayed": rows - live - padding, "rows_live": live, "rows_padding": padding}
+
+
+def make_chunks(routers: SessionRouters, missing: str) -> list[Chunk]:
+    """Return the chunks that take micro-batches, and give each router its place in its chunk.
+
+    Args:
+        missing: names the rows of a forward for which none were queued, in a message.
+
+    Raises:
+        LayoutError: two chunks share a router.
+    """
+    chunks: list[Chunk] = []
+    seen: dict[Any, tuple[int, FoundRouter]] = {}
+    for index, (module, found) in enumerate(zip(routers.modules, routers.found)):
+        for each in found:
+            first_index, first = seen.setdefault(each.router, (index, each))
+            if first_index != index:
+                raise LayoutError(
+                    f"MRR404: chunk {first_index} and chunk {index} share a router, {first} and {each}: its forwards "
+                    "could belong to the micro-batch of either chunk. Give each model a session of its own, one after "
+                    "another."
+                )
+        replayed = [each for each in found if not each.is_mtp]
+        if not replayed:
+            continue
+        chunks.append(Chunk(index, module, replayed, rank=routers.rank, missing=missing))
+        for each in found:
+            routers.states[each.router].chunk = chunks[-1]
+        for position, each in enumerate(replayed):
+            routers.states[each.router].position = position
+    return chunks

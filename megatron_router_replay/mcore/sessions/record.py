@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,28 +16,30 @@ from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.batches.follow import ForwardInputs, TokenReader, number_tokens
 from megatron_router_replay.mcore.batches.index import Partition
 from megatron_router_replay.mcore.batches.queue import Microbatch
-from megatron_router_replay.mcore.batches.rows import RowInputs, check_padding, count_rows
-from megatron_router_replay.mcore.core.call import RoutingCall
+from megatron_router_replay.mcore.batches.rows import DeferredChecks, RowInputs, check_padding, count_rows
+from megatron_router_replay.mcore.core.call import RoutingCall, TopKRequest
 from megatron_router_replay.mcore.core.streams import current_stream
 from megatron_router_replay.mcore.model.find import Models, unwrap
 from megatron_router_replay.mcore.sessions.gathering import Replica, gather_trace, place_after_replicas
 from megatron_router_replay.mcore.sessions.group_check import Numbers
-from megatron_router_replay.mcore.sessions.microbatches import MicrobatchSession, open_session
+from megatron_router_replay.mcore.sessions.microbatches import Microbatches, make_chunks
+from megatron_router_replay.mcore.sessions.routers import SessionRouters
+from megatron_router_replay.mcore.sessions.session import Session, open_session
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trace.ids import index_dtype
 
 _MAX_ROWS = 1 << 31
-"""A higher number is no row of one step: its trace would be larger than a disk."""
+"""A higher number is no row of a step: its trace would be larger than a disk."""
 
 
 class _Recorded(NamedTuple):
-    """One forward of a chunk, on its way to the host.
+    """A forward of a chunk, on its way to the host.
 
     Args:
         rows: [n] int64, -1: padding.
         routes: [n, layers, topk].
         token_ids: [n]; None: the forward got none.
-        lengths: [S], tokens of each sample of the forward, whose rows count from 0; None: rows of the whole batch were given.
+        lengths: [S], tokens of each sample of the forward, if its rows count from 0; None: they are rows of the whole batch.
     """
 
     rows: Tensor
@@ -51,110 +53,209 @@ class _Recorded(NamedTuple):
         return 0 if self.lengths is None else int(self.lengths.sum())
 
 
-class RecordSession(MicrobatchSession):
-    """Forwards are recorded, recomputes use what their forward chose; see `record`."""
+class RecordedRoutes:
+    """The experts of a session's forwards, on their way to a trace: the strategy of `record`.
+
+    Args:
+        routers: of the session.
+        chunks: those that take micro-batches.
+        padding_token_ids, cp_partition_mode: see `record`.
+    """
 
     kind = "record"
-    _lacks = "rows, so which tokens it recorded is not known"
 
     def __init__(
         self,
-        model_chunks: Models,
+        routers: SessionRouters,
+        chunks: list[Chunk],
         *,
-        verify: bool,
-        group: dist.ProcessGroup | None,
         padding_token_ids: Sequence[int] | None,
         cp_partition_mode: Partition | None,
     ) -> None:
-        super().__init__(model_chunks, verify=verify, group=group)
-        self._recorded: dict[int, list[_Recorded]] = {chunk.index: [] for chunk in self._chunks}
+        self.checks = DeferredChecks()
+        self.numbers_itself = False  # by the tokens of the forwards, without rows by hand
+        self._routers, self._chunks = routers, chunks
+        self._recorded: dict[int, list[_Recorded]] = {chunk.index: [] for chunk in chunks}
         self._highest: list[Tensor] = []  # row of each micro-batch that was queued by hand
-        self._numbers_itself = False
         self._reader = TokenReader(padding_token_ids=padding_token_ids, cp_partition_mode=cp_partition_mode)
-        self._copied: dict[Any, torch.cuda.Event] = {}  # stream -> after which what it copied to the host is there
+        self._copied: dict[Any, torch.cuda.Event] = {}  # stream -> the event after which its copies are on the host
 
-    def _queue(self, chunk: Chunk, inputs: RowInputs) -> None:
-        if self._numbers_itself:
+    # ---- rows of a forward
+    def microbatch(self, chunk: Chunk, inputs: RowInputs) -> Microbatch:
+        """Return the micro-batch of rows that were given by hand: rows of the whole batch."""
+        if self.numbers_itself:
             raise LayoutError(
                 "MRR406: rows were given for this forward and none before, so the recording numbered those tokens itself. "
                 "Give rows for all forwards of a recording, or for none."
             )
-        self._record(chunk, inputs)
+        microbatch = self._lay_out(chunk, inputs)
+        if inputs.rows.numel():
+            # Of the whole batch: this rank may route a part of it. Last, because rows that were refused lengthen no trace.
+            self._highest.append(self._to_host(inputs.rows.max()))
+        return microbatch
 
-    def _on_unqueued(self, chunk: Chunk, inputs: ForwardInputs) -> None:
-        """Number the tokens of a forward in the order of its samples."""
+    def followed(self, chunk: Chunk, inputs: ForwardInputs) -> Microbatch | None:
+        """Return the micro-batch of a forward's tokens, numbered from 0 in the order of its samples."""
         if self._highest:
-            return  # the queue says that rows are missing
-        self._numbers_itself = True
+            return None  # the queue raises, because rows are missing
+        self.numbers_itself = True
         where = f"{chunk.queue.where}, micro-batch {chunk.queue.num_queued}"
-        rows, lengths = number_tokens(self._reader, chunk.module, inputs, where, self._check)
+        rows, lengths = number_tokens(self._reader, chunk.module, inputs, where, self.checks.check)
         assert inputs.input_ids is not None, "checked"
         tokens = inputs.input_ids.to(torch.int64, copy=True)
-        self._record(chunk, RowInputs(rows=rows, token_ids=tokens, padding=rows < 0), lengths)
+        return self._lay_out(chunk, RowInputs(rows=rows, token_ids=tokens, padding=rows < 0), lengths)
 
-    def _record(self, chunk: Chunk, inputs: RowInputs, lengths: Tensor | None = None) -> None:
-        """Queue a micro-batch that is recorded in these rows; with `lengths`, they count from 0 in each forward."""
+    def _lay_out(self, chunk: Chunk, inputs: RowInputs, lengths: Tensor | None = None) -> Microbatch:
         rows = inputs.rows
-        check_padding(rows >= 0, inputs.padding, self._check)
-        view = chunk.router_view(rows)
-        self._may_be_unrouted(rows, _MAX_ROWS)  # last: rows that are refused shall not lengthen the trace
-        if rows.numel() and lengths is None:
-            # Of the whole batch: this rank may route a part of it.
-            self._highest.append(self._to_host(rows.max()))
+        check_padding(rows >= 0, inputs.padding, self.checks.check)
+        self.checks.check_range(rows, _MAX_ROWS)
+        router_rows = chunk.router_view(rows)
         padding = None if inputs.padding is None else chunk.router_view(inputs.padding)
-        chunk.queue.queue(
-            Microbatch(
-                shape=chunk.router_shape((rows.shape[0], rows.shape[1])),
-                batch_shape=(rows.shape[0], rows.shape[1]),
-                counts=count_rows(view.numel(), view >= -1 if padding is None else ~padding, padding),
-                num_routers=len(chunk.replayed_routers),
-                rows=view,
-                token_ids=inputs.token_ids,
-                lengths=lengths,
-                is_followed=lengths is not None,
+        shape = rows.shape[0], rows.shape[1]
+        return Microbatch(
+            shape=chunk.router_shape(shape),
+            batch_shape=shape,
+            # All but padding is live.
+            counts=count_rows(router_rows.numel(), router_rows >= -1 if padding is None else ~padding, padding),
+            num_routers=len(chunk.replayed_routers),
+            rows=router_rows,
+            token_ids=inputs.token_ids,
+            lengths=lengths,
+            used={},
+        )
+
+    # ---- one forward
+    def experts(self, call: RoutingCall, request: TopKRequest) -> None:
+        """Let the router choose."""
+
+    def keep(self, chunk: Chunk, microbatch: Microbatch) -> None:
+        """Copy rows, experts and tokens of a forward that returned to the host, without a wait."""
+        assert microbatch.rows is not None, "a recorded micro-batch has them"
+        assert microbatch.used is not None, "a recorded micro-batch has them"
+        used = torch.stack([microbatch.used[position] for position in range(len(chunk.replayed_routers))], dim=1)
+        tokens = None if microbatch.token_ids is None else chunk.router_view(microbatch.token_ids)
+        self._recorded[chunk.index].append(
+            _Recorded(
+                rows=self._to_host(microbatch.rows),
+                routes=self._to_host(used.to(index_dtype(self._sizes[0]))),
+                token_ids=None if tokens is None else self._to_host(tokens),
+                lengths=None if microbatch.lengths is None else self._to_host(microbatch.lengths),
             )
         )
 
-    def _on_routed(self, call: RoutingCall) -> None:
-        """Keep what a router used; see `RoutingSource`."""
-        if call.microbatch is not None:
-            assert call.used is not None, "the call is over"
-            # Narrowed where a tape has it so; else all layers at once, at the end, for autograd keeps it as it is.
-            used = call.used if call.kept is None else call.kept
-            call.microbatch.used[self._routers[call.router].position] = used
-        super()._on_routed(call)
-
-    def _on_forward(self, chunk: Chunk, microbatch: Microbatch, input_ids: Tensor | None) -> None:
-        super()._on_forward(chunk, microbatch, input_ids)
-        if microbatch.token_ids is None and input_ids is not None:
-            # A copy: trainers reuse the buffer, and this is kept until the trace is asked for.
-            microbatch.token_ids = input_ids.to(torch.int64, copy=True).view(microbatch.batch_shape)
-
-    def _on_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
-        super()._on_done(chunk, microbatch)
-        assert microbatch.rows is not None, "a recorded micro-batch has them"
-        tokens = None if microbatch.token_ids is None else chunk.router_view(microbatch.token_ids)
-        used = torch.stack([microbatch.used[position] for position in range(len(chunk.replayed_routers))], dim=1)
-        dtype = index_dtype(self._sizes[0])
-        rows, used = self._to_host(microbatch.rows), self._to_host(used.to(dtype))
-        tokens = None if tokens is None else self._to_host(tokens)
-        lengths = None if microbatch.lengths is None else self._to_host(microbatch.lengths)
-        self._recorded[chunk.index].append(_Recorded(rows, used, tokens, lengths))
-
     def _to_host(self, values: Tensor) -> Tensor:
-        """Copy values into page-locked memory while the device goes on; `_read` waits for them."""
+        """Copy values into page-locked memory without device synchronization; `read` waits for them."""
         if (stream := current_stream(values.device)) is None:
             return values
         copied = values.to("cpu", non_blocking=True)
         self._copied[stream] = stream.record_event()
         return copied
 
-    def _read(self) -> None:
-        super()._read()
+    def read(self) -> None:
+        """Wait for the copies."""
         for copied in self._copied.values():
-            if not copied.query():  # type: ignore[no-untyped-call]  # the counts were read behind it, where one stream did all
+            if not copied.query():  # type: ignore[no-untyped-call]  # counts were read after it, where one stream did all
                 copied.synchronize()
         self._copied = {}
+
+    # ---- the end
+    def problems(self) -> list[str]:
+        """Return no faults of its own."""
+        return []
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the number of rows, on which the ranks agree."""
+        return {"num_rows": self.num_rows}
+
+    def judge(self, everyone: Mapping[int, Numbers]) -> tuple[list[str], list[str]]:
+        """Return no problems of the group."""
+        return [], []
+
+    def report(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
+        """Return no counts of its own."""
+        return {}
+
+    # ---- the trace
+    @property
+    def num_rows(self) -> int:
+        """The highest row that was queued by hand, plus 1."""
+        return max((int(highest) + 1 for highest in self._highest), default=0)
+
+    def sample_lengths(self) -> list[int] | None:
+        """Return the lengths of the samples that were recorded; None: rows were queued by hand, or nothing was recorded."""
+        recorded = next((each for each in self._recorded.values() if each), [])
+        lengths = [each.lengths for each in recorded if each.lengths is not None]
+        return [length for each in lengths for length in each.tolist() if length] if lengths else None
+
+    def trace(self, length: int, sample_lengths: list[int] | None) -> RoutingTrace:
+        """Return the recorded rows of this rank as a trace of this many rows; see `RecordSession.trace`."""
+        parts = [self._part(chunk) for chunk in self._chunks]
+        highest = max((int(rows.max()) for rows, _ in parts if rows.numel()), default=-1)
+        if length <= highest:
+            raise TraceError(
+                f"MRR422: cannot return {length} rows: row {highest} was recorded. Give num_tokens of the whole batch."
+            )
+        placed = [_place(rows, used, length) for rows, used in parts]
+        for _, seen in placed[1:]:
+            if not torch.equal(seen, placed[0][1]):
+                row = int((seen != placed[0][1]).nonzero()[0])
+                raise TraceError(
+                    f"MRR422: row {row} was routed in some of this rank's chunks only: run every chunk, then read."
+                )
+        numbers = [found.layer_number for chunk in self._chunks for found in chunk.replayed_routers]
+        indices = torch.cat([self._empty(length, 0), *(part for part, _ in placed)], dim=1)
+        return RoutingTrace(
+            topk_indices=indices[:, sorted(range(len(numbers)), key=numbers.__getitem__)],
+            layer_numbers=tuple(sorted(numbers)),
+            num_experts=self._sizes[0],
+            replay_mask=placed[0][1] if placed else torch.ones(length, dtype=torch.bool),
+            token_ids=self._token_ids(length),
+            sequence_lengths=sample_lengths,
+        )
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        """(num_experts, topk) of the model."""
+        for state in self._routers.states.values():
+            return int(state.found.router.num_experts), int(state.found.router.topk)
+        config: Any = unwrap(self._routers.modules[0]).config  # of a stage without MoE layers
+        return int(config.num_moe_experts), int(config.moe_router_topk)
+
+    def _empty(self, length: int, num_layers: int) -> Tensor:
+        num_experts, topk = self._sizes
+        return torch.empty(length, num_layers, topk, dtype=index_dtype(num_experts))
+
+    def _part(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """Return the rows [n] int64 and routes [n, its layers, topk] of a chunk, without padding, on the CPU."""
+        microbatches = self._recorded[chunk.index]
+        if not microbatches:
+            return torch.empty(0, dtype=torch.int64), self._empty(0, len(chunk.replayed_routers))
+        rows = torch.cat(self._rows_of(chunk.index))
+        used = torch.cat([each.routes for each in microbatches])
+        return rows[rows >= 0], used[rows >= 0]
+
+    def _rows_of(self, index: int) -> list[Tensor]:
+        """Return the rows of each forward of a chunk; those that the session numbered follow one another."""
+        rows, first = [], 0
+        for each in self._recorded[index]:
+            rows.append(torch.where(each.rows >= 0, each.rows + first, -1))
+            first += each.num_rows
+        return rows
+
+    def _token_ids(self, length: int) -> Tensor | None:
+        token_ids = torch.full((length,), -1, dtype=torch.int32)
+        any_known = False
+        for index, microbatches in self._recorded.items():
+            for rows, tokens in zip(self._rows_of(index), [each.token_ids for each in microbatches]):
+                if tokens is not None:
+                    any_known = True
+                    known = rows >= 0
+                    token_ids[rows[known]] = tokens[known].to(torch.int32)
+        return token_ids if any_known else None
+
+
+class RecordSession(Session):
+    """A session that records: `trace` and `gather` are all that it adds to a session. See `record`."""
 
     def trace(self, *, num_tokens: int | None = None) -> RoutingTrace:
         """Return this rank's part of the recording. It has the rank's layers, and the routes of the rows that it routed.
@@ -178,33 +279,11 @@ class RecordSession(MicrobatchSession):
                 exception.
         """
         self._read()
-        parts = [self._part(chunk) for chunk in self._chunks]
-        length = max((int(rows.max()) + 1 for rows, _ in parts if rows.numel()), default=0)
-        lengths = self._sample_lengths()
+        recorded = self._recorded
+        sample_lengths = recorded.sample_lengths()
         if num_tokens is None:
-            num_tokens = self._agreed_length() if lengths is None else sum(lengths)
-        if num_tokens < length:
-            raise TraceError(
-                f"MRR422: cannot return {num_tokens} rows: row {length - 1} was recorded. Give num_tokens of the whole batch."
-            )
-        length = num_tokens
-        placed = [_place(rows, used, length) for rows, used in parts]
-        for _, seen in placed[1:]:
-            if not torch.equal(seen, placed[0][1]):
-                row = int((seen != placed[0][1]).nonzero()[0])
-                raise TraceError(
-                    f"MRR422: row {row} was routed in some of this rank's chunks only: run every chunk, then read."
-                )
-        numbers = [found.layer_number for chunk in self._chunks for found in chunk.replayed_routers]
-        indices = torch.cat([self._empty(length, 0), *(part for part, _ in placed)], dim=1)
-        return RoutingTrace(
-            topk_indices=indices[:, sorted(range(len(numbers)), key=numbers.__getitem__)],
-            layer_numbers=tuple(sorted(numbers)),
-            num_experts=self._sizes[0],
-            replay_mask=placed[0][1] if placed else torch.ones(length, dtype=torch.bool),
-            token_ids=self._token_ids(length),
-            sequence_lengths=lengths,
-        )
+            num_tokens = self._agreed_length() if sample_lengths is None else sum(sample_lengths)
+        return recorded.trace(num_tokens, sample_lengths)
 
     def gather(self, *groups: dist.ProcessGroup | None, num_tokens: int | None = None) -> RoutingTrace:
         """Return all rows and layers of the recording, on every rank of these groups.
@@ -212,7 +291,7 @@ class RecordSession(MicrobatchSession):
         A collective: every rank of each group calls it, in this order of groups. It is needed wherever a trace is replayed
         by ranks that did not record all of its rows: regrouped micro-batches under sequence, context or data parallelism.
         Ranks of one data-parallel rank recorded parts of the same samples; those of different ones follow in order.
-        A rank sends the rows that it routed, and holds the whole beside a message of 32 MB.
+        A rank sends the rows that it routed, and needs memory for the whole and for a message of 32 MB.
 
         Args:
             groups: for example the tensor-, context-, pipeline- and data-parallel groups; none given: all ranks of the job.
@@ -222,74 +301,31 @@ class RecordSession(MicrobatchSession):
             TraceError: as `trace`; or two ranks recorded the same row with different experts.
         """
         trace = self.trace(num_tokens=num_tokens)
-        replica: Replica = (_data_parallel_rank(),) if self._numbers_itself or not self._chunks else None
+        assert self._microbatches is not None, "it records them"
+        is_replica = self._recorded.numbers_itself or not self._microbatches.chunks
+        replica: Replica = (_data_parallel_rank(),) if is_replica else None
         for group in groups or (None,) if dist.is_initialized() else ():
             trace, replica = place_after_replicas(trace, group, replica)
             trace = gather_trace(trace, group)
         return trace
 
-    def _numbers(self) -> Numbers:
-        return super()._numbers()._replace(num_rows=self._num_rows())
-
-    def _num_rows(self) -> int:
-        """Return the highest row that was queued by hand, plus 1."""
-        return max((int(highest) + 1 for highest in self._highest), default=0)
+    @property
+    def _recorded(self) -> RecordedRoutes:
+        assert self._microbatches is not None, "it records them"
+        recorded = self._microbatches.strategy
+        assert isinstance(recorded, RecordedRoutes), "its strategy"
+        return recorded
 
     def _agreed_length(self) -> int:
-        if self._verdict is not None:
-            return self._verdict.num_rows
-        if dist.is_initialized() and dist.get_world_size(self._group) > 1:
+        assert self._microbatches is not None, "it records them"
+        if self._microbatches.result is not None:
+            return self._microbatches.result.num_rows
+        if dist.is_initialized() and dist.get_world_size(self._microbatches.group) > 1:
             raise ReplayStateError(
                 "MRR422: the ranks agree on the recording's number of rows when the session is left: leave it before "
                 "trace() or gather(), or pass num_tokens."
             )
-        return self._num_rows()
-
-    @property
-    def _sizes(self) -> tuple[int, int]:
-        """(num_experts, topk) of the model."""
-        for router_state in self._routers.values():
-            return int(router_state.found.router.num_experts), int(router_state.found.router.topk)
-        config: Any = unwrap(self._modules[0]).config  # a stage without MoE layers says what its model has
-        return int(config.num_moe_experts), int(config.moe_router_topk)
-
-    def _empty(self, length: int, num_layers: int) -> Tensor:
-        num_experts, topk = self._sizes
-        return torch.empty(length, num_layers, topk, dtype=index_dtype(num_experts))
-
-    def _part(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """Return what a chunk recorded: rows [n] int64 and routes [n, its layers, topk], padding left out, on the CPU."""
-        microbatches = self._recorded[chunk.index]
-        if not microbatches:
-            return torch.empty(0, dtype=torch.int64), self._empty(0, len(chunk.replayed_routers))
-        rows = torch.cat(self._rows_of(chunk.index))
-        used = torch.cat([each.routes for each in microbatches])
-        return rows[rows >= 0], used[rows >= 0]
-
-    def _rows_of(self, index: int) -> list[Tensor]:
-        """Return the rows of each forward of a chunk; those that the session numbered follow one another."""
-        rows, first = [], 0
-        for each in self._recorded[index]:
-            rows.append(torch.where(each.rows >= 0, each.rows + first, -1))
-            first += each.num_rows
-        return rows
-
-    def _sample_lengths(self) -> list[int] | None:
-        """Return the lengths of the samples that were recorded; None: rows were queued by hand, or nothing was recorded."""
-        recorded = next((each for each in self._recorded.values() if each), [])
-        lengths = [each.lengths for each in recorded if each.lengths is not None]
-        return [length for each in lengths for length in each.tolist() if length] if lengths else None
-
-    def _token_ids(self, length: int) -> Tensor | None:
-        token_ids = torch.full((length,), -1, dtype=torch.int32)
-        any_known = False
-        for index, microbatches in self._recorded.items():
-            for rows, tokens in zip(self._rows_of(index), [each.token_ids for each in microbatches]):
-                if tokens is not None:
-                    any_known = True
-                    known = rows >= 0
-                    token_ids[rows[known]] = tokens[known].to(torch.int32)
-        return token_ids if any_known else None
+        return self._recorded.num_rows
 
 
 def _place(rows: Tensor, used: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -346,13 +382,11 @@ def record(
     check_withdrawn("record", withdrawn, {"mtp": "MTP routers are live, and no recording has their routes."})
 
     def make() -> RecordSession:
-        return RecordSession(
-            model_chunks,
-            verify=verify,
-            group=group,
-            padding_token_ids=padding_token_ids,
-            cp_partition_mode=cp_partition_mode,
-        )
+        routers = SessionRouters(model_chunks, verify=verify)
+        chunks = make_chunks(routers, "rows, so which tokens it recorded is not known")
+        layout: Any = {"padding_token_ids": padding_token_ids, "cp_partition_mode": cp_partition_mode}
+        microbatches = Microbatches(routers, chunks, RecordedRoutes(routers, chunks, **layout), group)
+        return RecordSession("record", routers, microbatches, microbatches)
 
     return open_session(make, group)
 

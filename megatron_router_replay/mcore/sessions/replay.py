@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -21,13 +21,7 @@ from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.batches.follow import Follower, ForwardInputs, on_device
 from megatron_router_replay.mcore.batches.index import Partition
 from megatron_router_replay.mcore.batches.queue import Microbatch
-from megatron_router_replay.mcore.batches.rows import (
-    RankRoutes,
-    RowInputs,
-    check_padding,
-    count_rows,
-    is_known,
-)
+from megatron_router_replay.mcore.batches.rows import DeferredChecks, RowInputs, check_padding, count_rows, is_known
 from megatron_router_replay.mcore.batches.upload import KeptLayer, LayerRoutes, take_rows
 from megatron_router_replay.mcore.core.balance import Balance
 from megatron_router_replay.mcore.core.call import RoutingCall, TopKRequest
@@ -37,9 +31,9 @@ from megatron_router_replay.mcore.model.layers import check_trace_layers
 from megatron_router_replay.mcore.sessions import agreement
 from megatron_router_replay.mcore.sessions.agreement import ALL, Agreement
 from megatron_router_replay.mcore.sessions.group_check import Numbers, judge_replay
-from megatron_router_replay.mcore.sessions.microbatches import MicrobatchSession, open_session
-from megatron_router_replay.mcore.sessions.report import SessionReport
-from megatron_router_replay.mcore.sessions.session import RouterState
+from megatron_router_replay.mcore.sessions.microbatches import Microbatches, make_chunks, sum_counts
+from megatron_router_replay.mcore.sessions.routers import RouterState, SessionRouters
+from megatron_router_replay.mcore.sessions.session import Session, open_session
 from megatron_router_replay.trace import RoutingTrace
 
 _LOG = logging.getLogger(__name__)
@@ -53,219 +47,163 @@ _WITHDRAWN = dict.fromkeys(
 """Option of an earlier version -> its replacement."""
 
 
-class ReplaySession(MicrobatchSession):
-    """Forwards and recomputes use the given experts; see `replay`."""
+class TraceRoutes:
+    """The routes of a trace, as the micro-batches of a session replay them: the strategy of `replay`.
+
+    Args:
+        routers: of the session.
+        chunks: those that take micro-batches.
+        trace: of the session.
+        balance, min_replayed, min_agreement, ask_every_layer, padding_token_ids, cp_partition_mode: see `replay`.
+
+    Raises:
+        TraceError: the trace is of another model, or without some of its layers.
+    """
 
     kind = "replay"
 
     def __init__(
         self,
-        model_chunks: Models,
-        trace: RoutingTrace | None,
+        routers: SessionRouters,
+        chunks: list[Chunk],
+        trace: RoutingTrace,
         *,
+        balance: Balance,
+        min_replayed: float | None,
         min_agreement: float,
         ask_every_layer: bool,
-        min_replayed: float | None,
         padding_token_ids: Sequence[int] | None,
         cp_partition_mode: Partition | None,
-        **options: Any,
     ) -> None:
-        super().__init__(model_chunks, **options)
-        self._trace = trace
+        self.checks = DeferredChecks()
+        self._trace, self._states = trace, routers.states
+        self._balance, self._min_replayed, self._min_agreement = balance, min_replayed, min_agreement
+        # Sizes before layers: for a trace of another model, the error names the reason and not a missing layer.
+        for state in routers.states.values():
+            if state.position >= 0:
+                _check_model(trace, state)
+        check_trace_layers(trace.layer_numbers, routers.modules, walks=routers.walks)
+        self._any_live = not bool(trace.replay_mask.all())
+        self._trace_of = {
+            chunk.index: trace.select_layers([each.layer_number for each in chunk.replayed_routers]) for chunk in chunks
+        }
         self._follower: Follower | None = None
-        if trace is not None and trace.token_ids is not None and trace.sequence_lengths is not None:
-            layout = {"padding_token_ids": padding_token_ids, "cp_partition_mode": cp_partition_mode}
-            self._follower = Follower(trace, check=self._check, **layout)  # type: ignore[arg-type]
-        self._min_replayed = min_replayed
-        self._trace_of: dict[int, RoutingTrace] = {}
-        if trace is not None:
-            self._take_trace(trace)
-        self._warned = False  # that something on a GPU is read by the host
-        self._min_agreement = min_agreement
+        if trace.token_ids is not None and trace.sequence_lengths is not None:
+            layout: Any = {"padding_token_ids": padding_token_ids, "cp_partition_mode": cp_partition_mode}
+            self._follower = Follower(trace, check=self.checks.check, **layout)
+        self._has_warned = False  # that the host reads rows from a GPU
         self._agreement: Agreement | None = None
-        routers = [found.router for chunk in self._chunks for found in chunk.replayed_routers]
-        if routers and (min_agreement or ask_every_layer):
+        replayed = [found.router for chunk in chunks for found in chunk.replayed_routers]
+        if replayed and (min_agreement or ask_every_layer):
             self._agreement = Agreement(
-                topk=int(routers[0].topk),
-                num_experts=int(routers[0].num_experts),
-                num_layers=len(routers),
+                topk=int(replayed[0].topk),
+                num_experts=int(replayed[0].num_experts),
+                num_layers=len(replayed),
                 least=min_agreement,
                 every_layer=ask_every_layer,
-                rank=self._rank,
+                rank=routers.rank,
             )
 
-    @property
-    def report(self) -> SessionReport:
-        """The report of every session, and how the live router agrees."""
-        report, chunks = super().report, self._first_chunks()[1]
-        return replace(
-            report,
-            rows_repeated=self._counted("repeated", chunks),
-            segments_ambiguous=self._counted("rivals", chunks),
-            agreement=None if self._agreement is None else self._agreement.report(),
-        )
-
-    # ---- what a router uses
-    def _experts(self, call: RoutingCall, request: TopKRequest) -> Tensor | None:
-        """Return a micro-batch's routes, or the router's own experts. See `RoutingSource`."""
-        microbatch: Microbatch | None = call.microbatch
-        if microbatch is None:
-            return None
-        assert microbatch.routes is not None, "a replayed micro-batch has routes"
-        position = self._routers[call.router].position
-        used = microbatch.routes.layer(position)
-        if used.shape != (request.scores.shape[0], request.topk):
-            return used  # refused behind this
-        live_mask = microbatch.live_mask
-        is_checked = microbatch.checked_layer is not None and microbatch.checked_layer in (position, ALL)
-        if is_checked or live_mask is not None:
-            own = request.live_topk()[1]
-            if is_checked:
-                self._check_agreement(call, microbatch, own, used)
-            if live_mask is not None:
-                return torch.where(live_mask.unsqueeze(1), own, used)
-        if microbatch.live_positions is not None:
-            return used.index_copy(0, microbatch.live_positions, request.live_topk_of(microbatch.live_positions))
-        if call.is_written:
-            call.kept = KeptLayer(microbatch.routes, position)
-        return used
-
-    def _check_agreement(self, call: RoutingCall, microbatch: Microbatch, own: Tensor, used: Tensor) -> None:
-        """Count how a router's own experts agree with the replayed ones, in the replayed rows."""
-        assert self._agreement is not None, "a layer is checked"
-        router_state = self._routers[call.router]
-        assert router_state.chunk is not None, "it takes micro-batches"
-        layer_number = router_state.found.layer_number
-        self._agreement.add(microbatch, router_state.chunk, layer_number, own, used, microbatch.replay_mask)
-
     # ---- rows into the trace
-    def _take_trace(self, trace: RoutingTrace) -> None:
-        # What the trace is of, before which layers it has: a trace of another model names the reason, not a missing layer.
-        for router_state in self._routers.values():
-            if router_state.position >= 0:
-                _check_model(trace, router_state)
-        check_trace_layers(trace.layer_numbers, self._modules, walks=self._walks)
-        self._any_live = not bool(trace.replay_mask.all())
-        for chunk in self._chunks:
-            self._trace_of[chunk.index] = trace.select_layers([found.layer_number for found in chunk.replayed_routers])
-
-    def _on_unqueued(self, chunk: Chunk, inputs: ForwardInputs) -> None:
-        """Queue the rows of a forward's tokens."""
-        if self._follower is None or self._trace is None:
-            return  # the queue says what is missing
-        kept = self._trace_of[chunk.index]
-        if chunk.device.type != "cpu" and kept.device.type == "cpu":
-            moved = on_device(self._trace, kept.layer_numbers, chunk.device)
-            kept = self._trace_of[chunk.index] = kept if moved is None else moved
+    def followed(self, chunk: Chunk, inputs: ForwardInputs) -> Microbatch | None:
+        """Return the micro-batch of a forward's tokens; None: the trace has no tokens to find them by."""
+        if self._follower is None:
+            return None
+        trace = self._trace_of[chunk.index]
+        if chunk.device.type != "cpu" and trace.device.type == "cpu":
+            moved = on_device(self._trace, trace.layer_numbers, chunk.device)
+            trace = self._trace_of[chunk.index] = trace if moved is None else moved
         where = f"{chunk.queue.where}, micro-batch {chunk.queue.num_queued}"
-        found = self._follower.find(chunk.module, inputs, kept, where)
-        self._count(chunk, rivals=found.rivals)
+        found = self._follower.find(chunk.module, inputs, trace, where)
+        chunk.counts.add(rivals=found.rivals)
         tokens = None if found.tokens is None else found.tokens.to(found.rows.device, torch.int64)
-        rows = RowInputs(rows=found.rows, token_ids=tokens, padding=found.padding)
-        self._queue(chunk, rows, is_followed=True)
+        return self._lay_out(chunk, RowInputs(rows=found.rows, token_ids=tokens, padding=found.padding))
 
-    def _queue(self, chunk: Chunk, inputs: RowInputs, *, is_followed: bool = False) -> None:
-        assert self._trace is not None, "an enabled session has a trace"
-        self._trace.check_unchanged()  # a trainer may compute on it in place between two micro-batches
+    def microbatch(self, chunk: Chunk, inputs: RowInputs) -> Microbatch:
+        """Return the micro-batch of rows that were given by hand, and count those that are repeated."""
         trace = self._trace_of[chunk.index]
         inputs = self._at_the_trace(inputs, trace.device)
-        rows, padding = inputs.rows, inputs.padding
-        # Of the whole batch, not of this rank's part: what is wrong with it raises on every rank.
-        unrouted = self._may_be_unrouted(rows, trace.num_tokens)
-        check_padding(rows >= 0, padding, self._check)
-        if not is_followed:  # a batch may well hold a sample twice, and its tokens say so
-            self._count_repeated(chunk, rows, trace.num_tokens)
-        view = chunk.router_view(rows)  # what this rank routes; a part of a recording has these rows alone
-        live_mask = None
-        if unrouted or self._any_live:  # else every row has a route
-            routed = _at_rows(trace.replay_mask, view)
-            self._check_known(trace, view, routed)
-            live_mask = ~routed
-        expected = self._expected_tokens(trace, rows, inputs.token_ids, any_unrouted=unrouted)
-        topk_indices = take_rows(trace.topk_indices, view.clamp(min=0), chunk.device)
-        shape = rows.shape[0], rows.shape[1]
-        laid_out = RankRoutes(
-            topk_indices=topk_indices,
-            live_mask=live_mask,
-            padding=padding,
-            batch_shape=shape,
-            token_ids=expected,
-            rows=None if expected is None else rows,
-        )
-        microbatch = self._microbatch(chunk, laid_out)
-        microbatch.is_followed = is_followed
-        chunk.queue.queue(microbatch)
+        microbatch = self._lay_out(chunk, inputs)
+        # Not of rows that tokens found: the tokens of a batch may well contain a sample twice.
+        self._count_repeated(chunk, inputs.rows, trace.num_tokens)
+        return microbatch
 
     def _at_the_trace(self, inputs: RowInputs, device: torch.device) -> RowInputs:
-        """Return them on the trace's device; the routers' rows of it alone go to theirs."""
-        tensors = {each.name: getattr(inputs, each.name) for each in fields(inputs)}
-        tensors = {name: values for name, values in tensors.items() if values is not None}
+        """Return rows, tokens and padding on the trace's device, where the routes of the rows are gathered."""
+        names = ("rows", "token_ids", "padding")
+        tensors = {name: values for name in names if (values := getattr(inputs, name)) is not None}
         if device.type != "cpu":
             return replace(inputs, **{name: to_device(values, device) for name, values in tensors.items()})
-        if not self._warned and any(values.device.type != "cpu" for values in tensors.values()):
-            self._warned = True
+        if not self._has_warned and any(values.device.type != "cpu" for values in tensors.values()):
+            self._has_warned = True
             _LOG.warning(
-                "the trace is on the CPU and rows, or what is queued with them, on a GPU: the host waits for the "
-                "GPU once in every micro-batch. Queue what the data loader gave, before it is moved; or replay "
+                "the trace is on the CPU and rows, or tensors that are queued with them, on a GPU: the host waits for the "
+                "GPU once in every micro-batch. Queue the tensors of the data loader, before they are moved; or replay "
                 "trace.to('cuda')."
             )
         return replace(inputs, **to_host(tensors))
 
-    def _microbatch(self, chunk: Chunk, routes: RankRoutes) -> Microbatch:
-        """Return the micro-batch that replays these routes."""
-        topk_indices, live_mask, padding = (
-            to_device(routes.topk_indices, chunk.device),
-            routes.live_mask,
-            routes.padding,
-        )
-        num_tokens, token_ids = topk_indices.shape[0], routes.token_ids
+    def _lay_out(self, chunk: Chunk, inputs: RowInputs) -> Microbatch:
+        """Return the micro-batch that replays these rows of the trace, as this rank's routers see them."""
+        self._trace.check_unchanged()  # a trainer may compute on it in place between two micro-batches
+        trace, rows, padding = self._trace_of[chunk.index], inputs.rows, inputs.padding
+        # Of the whole batch, not of this rank's part: a fault in it raises on every rank.
+        any_unrouted = self.checks.check_range(rows, trace.num_tokens)
+        check_padding(rows >= 0, padding, self.checks.check)
+        router_rows = chunk.router_view(rows)  # a part of a recording has these alone
+        live_mask = None
+        if any_unrouted or self._any_live:  # else every row has a route
+            routed = _at_rows(trace.replay_mask, router_rows)
+            self._check_known(trace, router_rows, routed)
+            live_mask = ~routed
+        expected = self._expected_tokens(trace, rows, inputs.token_ids, any_unrouted=any_unrouted)
         if padding is not None:
             padding = chunk.router_view(padding)
             live_mask = None if live_mask is None else live_mask & ~padding
-        counts = count_rows(num_tokens, live_mask, padding)
-        # The live router decides padding as well, which is counted apart.
+        counts = count_rows(router_rows.numel(), live_mask, padding)
+        # The live router decides padding as well; it is counted apart.
         masks = [mask for mask in (live_mask, padding) if mask is not None]
         live_mask = reduce(torch.logical_or, masks) if masks else None
-        replay_mask = None if live_mask is None else to_device(~live_mask, chunk.device)
         live_positions = device_mask = None  # None spares every router of the micro-batch its live top-k
         if live_mask is not None and live_mask.device.type == "cpu":
             live_positions = to_device(live_mask.nonzero().squeeze(1), chunk.device) if bool(live_mask.any()) else None
         elif live_mask is not None and (self._min_replayed != 1 or padding is not None):
             # Reading from a GPU which rows are live would wait for it. With min_replayed=1 padding alone is live, or the
-            # session raises: the others are counted above, and judged when it is left.
+            # session raises: live rows are counted above, and checked when it is left.
             device_mask = to_device(live_mask, chunk.device)
+        shape = rows.shape[0], rows.shape[1]
         return Microbatch(
-            shape=chunk.router_shape(routes.batch_shape),
-            batch_shape=routes.batch_shape,
+            shape=chunk.router_shape(shape),
+            batch_shape=shape,
             counts=counts,
             num_routers=len(chunk.replayed_routers),
-            routes=LayerRoutes(topk_indices),
+            routes=LayerRoutes(take_rows(trace.topk_indices, router_rows.clamp(min=0), chunk.device)),
             live_positions=live_positions,
             live_mask=device_mask,
-            replay_mask=replay_mask,
-            token_ids=None if token_ids is None else to_device(token_ids, chunk.device),
-            batch_rows=None if routes.rows is None else to_device(routes.rows, chunk.device),
+            replay_mask=None if live_mask is None else to_device(~live_mask, chunk.device),
+            token_ids=None if expected is None else to_device(expected, chunk.device),
+            batch_rows=None if expected is None else to_device(rows, chunk.device),
             checked_layer=None if self._agreement is None else self._agreement.next_layer(chunk),
         )
 
-    # ---- checks of one micro-batch
+    # ---- checks of rows
     def _count_repeated(self, chunk: Chunk, rows: Tensor, num_rows: int) -> None:
         """Count the rows that a micro-batch names twice: one token is trained on the routes of another."""
         if rows.device.type == "cpu":
             named = rows.numpy().ravel()
             positions = np.arange(named.size)
-            # Where a row is named last; row -1 has the last place. In numpy, whose indexing takes a third of torch's time.
+            # Where a row is named last; row -1 has the last place. Indexing takes numpy a third of torch's time.
             last = np.empty(num_rows + 1, dtype=positions.dtype)
             last[named] = positions
-            self._count(chunk, repeated=int(np.count_nonzero((last[named] != positions) & (named >= 0))))
+            chunk.counts.add(repeated=int(np.count_nonzero((last[named] != positions) & (named >= 0))))
 
     def _check_known(self, trace: RoutingTrace, rows: Tensor, routed: Tensor) -> None:
-        """Check that no row is one which this trace knows nothing of, as merge_traces says: no route, and no token id."""
+        """Check that the trace has a route or a token id for each row; `merge_traces` leaves rows of no rank without."""
         if trace.token_ids is None or not trace.num_tokens or not self._any_live:
             return
         unknown = (rows >= 0) & ~routed & (trace.token_ids[rows.clamp(min=0)] < 0)
         first = f" (row {int(rows[unknown][0])}, {int(unknown.sum())} in all)" if is_known(unknown) else ""
-        self._check(
+        self.checks.check(
             unknown.any(),
             f"MRR108: the batch has rows that the trace knows nothing of{first}: no route and no token id. Another "
             "rank routed them: join the parts with recording.gather() or merge_traces before micro-batches are regrouped.",
@@ -274,7 +212,7 @@ class ReplaySession(MicrobatchSession):
     def _expected_tokens(
         self, trace: RoutingTrace, rows: Tensor, tokens: Tensor | None, *, any_unrouted: bool
     ) -> Tensor | None:
-        """Return the tokens that the forward must get, [b, s], -1 where they are not known."""
+        """Return the tokens that the forward must get, [b, s], -1 where they are not known; None: none is."""
         known = trace.token_ids
         if known is None:
             if tokens is not None:
@@ -293,26 +231,69 @@ class ReplaySession(MicrobatchSession):
             check_tokens(rows, tokens, token_ids=known)
         else:
             count, detail = count_differing_tokens(tokens, torch.where(rows >= 0, known[rows.clamp(min=0)], -1), rows)
-            self._check(
-                count, f"MRR203: token_ids differ from the trace's: {MOVED_APART}", lambda: f"MRR203: {detail()}"
-            )
+            message = f"MRR203: token_ids differ from the trace's: {MOVED_APART}"
+            self.checks.check(count, message, lambda: f"MRR203: {detail()}")
         return tokens
 
+    # ---- calls of routers
+    def experts(self, call: RoutingCall, request: TopKRequest) -> Tensor | None:
+        """Return the micro-batch's routes, and the router's own experts in rows without a route."""
+        microbatch: Microbatch | None = call.microbatch
+        if microbatch is None:  # paused, or a multi-token-prediction layer
+            return None
+        assert microbatch.routes is not None, "a replayed micro-batch has routes"
+        state = self._states[call.router]
+        used = microbatch.routes.layer(state.position)
+        if used.shape != (request.scores.shape[0], request.topk):
+            return used  # `TopKRequest.ids` refuses it
+        live_mask = microbatch.live_mask
+        is_checked = microbatch.checked_layer is not None and microbatch.checked_layer in (state.position, ALL)
+        if is_checked or live_mask is not None:
+            own = request.live_topk()[1]
+            if is_checked:
+                assert self._agreement is not None, "a layer is checked"
+                assert state.chunk is not None, "it takes micro-batches"
+                number = state.found.layer_number
+                self._agreement.add(microbatch, state.chunk, number, own, used, microbatch.replay_mask)
+            if live_mask is not None:
+                return torch.where(live_mask.unsqueeze(1), own, used)
+        if microbatch.live_positions is not None:
+            return used.index_copy(0, microbatch.live_positions, request.live_topk_of(microbatch.live_positions))
+        if call.is_written:
+            call.kept = KeptLayer(microbatch.routes, state.position)
+        return used
+
+    def keep(self, chunk: Chunk, microbatch: Microbatch) -> None:
+        """Keep nothing: the trace has it."""
+
     # ---- the end
-    def _faults(self) -> list[str]:
-        return super()._faults() + ([] if self._follower is None else self._follower.problems())
+    def read(self) -> None:
+        """Wait for nothing."""
 
-    def _numbers(self) -> Numbers:
-        numbers = super()._numbers()
-        return numbers._replace(
-            options=[self._balance, self._min_replayed, self._min_agreement],
-            agreement=None if self._agreement is None else self._agreement.numbers(),
-        )
+    def problems(self) -> list[str]:
+        """Return the faults of padding and of equal samples, which show when all forwards have run."""
+        return [] if self._follower is None else self._follower.problems()
 
-    def _judge(self, everyone: Mapping[int, Numbers]) -> tuple[list[str], list[str]]:
+    def numbers(self) -> dict[str, Any]:
+        """Return the options that all ranks must share, and the agreement."""
+        return {
+            "options": [self._balance, self._min_replayed, self._min_agreement],
+            "agreement": None if self._agreement is None else self._agreement.numbers(),
+        }
+
+    def judge(self, everyone: Mapping[int, Numbers]) -> tuple[list[str], list[str]]:
+        """Return the problems and warnings of shares and agreement over all ranks."""
         agreements = [numbers.agreement for numbers in everyone.values() if numbers.agreement]
         problems, warnings = agreement.judge(agreements, self._min_agreement)
         return judge_replay(everyone, self._min_replayed) + problems, warnings
+
+    def report(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
+        """Return the counts of repeated rows and ambiguous segments, and the agreement."""
+        return {
+            "rows_repeated": sum_counts("repeated", chunks),
+            "segments_ambiguous": sum_counts("rivals", chunks),
+            "agreement": None if self._agreement is None else self._agreement.report(),
+        }
 
 
 def replay(
@@ -329,7 +310,7 @@ def replay(
     group: dist.ProcessGroup | None = None,
     balance: Balance = "megatron",
     **withdrawn: Any,
-) -> ReplaySession:
+) -> Session:
     """Make the model use given experts, in every forward and recompute.
 
     Only the selection of experts is replaced: scores and gradients come from the live logits. The rows of a forward are found
@@ -343,11 +324,12 @@ def replay(
             router decides rows without a route, and multi-token-prediction layers, whose recomputes use their forward's
             experts. If the trace is on the GPU (`trace.to("cuda")`), it takes rows that are
             there without a host sync. None: only with enabled=False.
-        enabled: False: hold nothing and drop what is queued, for a pass of a trainer that must not replay.
-        padding_token_ids: the tokens that padding holds. Without it, padding is what `padding_mask` or unpadded
-            `cu_seqlens_q` say, else one token, the same in all forwards of the session.
+        enabled: False: register nothing and drop rows that are queued, for a pass of a trainer that must not replay. Inside a
+            session of the same model, which would go on to decide, that raises: use its `paused()`.
+        padding_token_ids: the tokens of padding. Without it, `padding_mask` or unpadded `cu_seqlens_q` name padding, else it
+            is a single token, the same in all forwards of the session.
         cp_partition_mode: "zigzag" or "contiguous", how context-parallel ranks share the sequences of a forward; a packed
-            row is one contiguous stream. None: as packed_seq_params.cp_partition_mode says, else zigzag.
+            row is one contiguous stream. None: packed_seq_params.cp_partition_mode, else zigzag.
 
     Checks:
         verify: compare every routing map that a token dispatcher gets with the decided experts; a difference raises.
@@ -378,27 +360,32 @@ def replay(
 
     check_withdrawn("replay", withdrawn, _WITHDRAWN)
 
-    def make() -> ReplaySession:
+    def make() -> Session:
         _check_share("min_replayed", min_replayed)
         _check_share("min_agreement", min_agreement)
-        return ReplaySession(
-            model_chunks,
-            _loaded(trace, model_chunks) if enabled else None,
-            verify=verify,
+        if not enabled:
+            return Session("replay", SessionRouters(model_chunks, balance=balance, enabled=False), None)
+        loaded = _loaded(trace, model_chunks)
+        routers = SessionRouters(model_chunks, verify=verify, balance=balance)
+        chunks = make_chunks(routers, "routes")
+        routes = TraceRoutes(
+            routers,
+            chunks,
+            loaded,
+            balance=balance,
+            min_replayed=min_replayed,
             min_agreement=min_agreement,
             ask_every_layer=ask_every_layer,
-            min_replayed=min_replayed,
             padding_token_ids=padding_token_ids,
             cp_partition_mode=cp_partition_mode,
-            balance=balance,
-            group=group,
-            enabled=enabled,
         )
+        microbatches = Microbatches(routers, chunks, routes, group)
+        return Session("replay", routers, microbatches, microbatches)
 
     return open_session(make, group) if enabled else make()._start()
 
 
-def _loaded(trace: Any, model_chunks: Any) -> RoutingTrace | None:
+def _loaded(trace: Any, model_chunks: Any) -> RoutingTrace:
     """Return the trace, read where a path was given.
 
     Raises:
@@ -430,10 +417,10 @@ def _at_rows(mask: Tensor | None, rows: Tensor) -> Tensor:
     return (rows >= 0) & mask[rows.clamp(min=0)]
 
 
-def _check_model(trace: RoutingTrace, router_state: RouterState) -> None:
+def _check_model(trace: RoutingTrace, state: RouterState) -> None:
     for name in ("num_experts", "topk"):
-        of_model, of_trace = int(getattr(router_state.found.router, name)), getattr(trace, name)
+        of_model, of_trace = int(getattr(state.found.router, name)), getattr(trace, name)
         if of_model != of_trace:
             raise TraceError(
-                f"MRR405: {router_state.found} has {name}={of_model}, the trace {of_trace}: it is of another model."
+                f"MRR405: {state.found} has {name}={of_model}, the trace {of_trace}: it is of another model."
             )

@@ -26,11 +26,15 @@ def session():
     mrr.close_sessions(chunk)
 
 
+def checks(session):
+    return session._microbatches.strategy.checks
+
+
 def test_rows_that_fit_raise_nothing(session):
-    assert session._may_be_unrouted(ROWS[:1] - 1, 8), "whether some are -1 is not asked"
+    assert checks(session).check_range(ROWS[:1] - 1, 8), "whether some are -1 is not asked"
     for rows in (ROWS[:1], ROWS, ROWS[:1] - 1):
-        assert session._may_be_unrouted(on_a_gpu(rows), 8) is True
-    assert session._may_be_unrouted(on_a_gpu(ROWS[:0]), 8) is False
+        assert checks(session).check_range(on_a_gpu(rows), 8) is True
+    assert checks(session).check_range(on_a_gpu(ROWS[:0]), 8) is False
     session.close()
 
 
@@ -40,8 +44,8 @@ def test_a_row_outside_the_trace_raises_at_the_end_and_names_nothing_else(sessio
     rows = ROWS.clone()
     rows[1, 2] = row
     for given in (rows, ROWS) if bad_first else (ROWS, rows):
-        session._may_be_unrouted(on_a_gpu(given), 8)
-    message = r"^MRR202: rows reach outside the trace's rows 0\.\.7; padding is -1\.$"
+        checks(session).check_range(on_a_gpu(given), 8)
+    message = r"^MRR202: rows reach outside the trace's rows 0\.\.7; padding is -1\.\n  A session is checked at the end"
     with pytest.raises(LayoutError, match=message):
         session.close()
 

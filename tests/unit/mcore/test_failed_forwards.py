@@ -1,5 +1,7 @@
 """Forwards that fail, stop halfway or call a router twice: later ones keep their own routes, or the session raises."""
 
+from asyncio import CancelledError
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from tests.unit.mcore.tiny_chunk import (
     EXPERTS,
     ROWS,
     Chunk,
+    as_map,
     disturb,
     disturbed_backward,
     forward,
@@ -114,26 +117,116 @@ def test_a_failure_before_the_chunk_hides_no_router_that_was_left_out():
     mrr.close_sessions(model)
 
 
-@pytest.mark.parametrize(
-    ("layer", "message"),
-    [
-        (0, "no forward of its layer 1, layer 2, layer 3 came"),
-        (1, "micro-batch 0: its layer 2, layer 3 was not forwarded"),
-        (1, "no forward of its layer 2, layer 3 came"),
-    ],
-    ids=["before any router", "at the end", "by the next"],
-)
-def test_a_direct_forward_that_failed_is_found_by_the_next_or_at_the_end(layer, message):
-    """It calls no hook that could tell."""
-    chunk = Chunk()
-    with pytest.raises(ReplayStateError, match=message), mrr.replay(chunk, random_trace()) as session:
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_a_direct_forward_that_failed_is_repeated(layer):
+    chunk, trace = Chunk(), random_trace()
+    with watched(chunk) as seen, mrr.replay(chunk, trace) as session:
         session.microbatch(ROWS)
         chunk.fail_at = layer
         with pytest.raises(ArithmeticError):
             chunk.forward(tokens())
-        if "not forwarded" not in message:
-            session.microbatch(ROWS + 8)
-            chunk.forward(tokens())
+        for number in (0, 1):
+            session.microbatch(ROWS + 8 * number)
+            chunk.forward(tokens(), number)
+    assert wrong_replays(seen, trace) == 0
+    assert session.report.microbatches == 2
+
+
+# Only a forward that returned is a success. Where its call fails, behind the last router, and who calls it.
+LATE = [
+    "the output layer",
+    "an earlier hook of the chunk",
+    "a hook of the session's time on the chunk",
+    "the middle wrapper",
+]
+LATE += [
+    "an earlier hook of the middle wrapper",
+    "a hook of the session's time on the middle wrapper",
+    "the outer wrapper",
+]
+LATE += ["an earlier hook of the outer wrapper", "a hook of the session's time on the outer wrapper"]
+
+
+class Around(torch.nn.Module):
+    """A wrapper that fails behind the module it wraps."""
+
+    def __init__(self, module, name, fail):
+        super().__init__()
+        self.module, self.name, self.fail = module, name, fail
+
+    def forward(self, *args):
+        output = self.module(*args)
+        self.fail(self.name)
+        return output
+
+
+class Late:
+    """An outer wrapper around a middle one around a chunk, one of which fails in forward 0 where it is told to, once."""
+
+    def __init__(self, where, error):
+        self.where, self.error = where, error
+        self.chunk = Chunk()
+        # The last layer's own hook runs behind the last router, and in front of the return of the chunk's forward.
+        self.chunk.layers[-1].register_forward_hook(lambda *_: self.fail("the output layer"))
+        self.middle = Around(self.chunk, "the middle wrapper", self.fail)
+        self.outer = Around(self.middle, "the outer wrapper", self.fail)
+        self.add_hooks("an earlier hook of")
+
+    def add_hooks(self, when):
+        for name, module in {"chunk": self.chunk, "middle wrapper": self.middle, "outer wrapper": self.outer}.items():
+            module.register_forward_hook(lambda *_, place=f"{when} the {name}": self.fail(place))
+
+    def fail(self, where):
+        if where == self.where:
+            self.where = ""
+            raise self.error("injected")
+
+    @property
+    def called(self):
+        """The module that the caller calls: the innermost that fails, or the outermost."""
+        return {"chunk": self.chunk, "middle": self.middle}.get(self.where.split(" the ")[-1].split()[0], self.outer)
+
+
+@pytest.mark.parametrize("calls", ["the outermost", "the innermost that fails"])
+@pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt, CancelledError])
+@pytest.mark.parametrize("where", LATE)
+@pytest.mark.parametrize("rows", ["queued ahead", "queued again", "followed", "recorded"])
+def test_a_forward_that_failed_behind_its_last_router_is_repeated_exactly_or_raises(rows, where, error, calls):
+    late = Late(where, error)
+    model = late.outer if calls == "the outermost" else late.called
+    ids = [tokens(seed=number) for number in range(3)]
+    samples = [*torch.cat(ids)], [*random_trace(24).topk_indices.view(6, 4, 3, 2)]
+    options = {"num_experts": EXPERTS, "layer_numbers": [1, 2, 3], "last_token": "routed"}
+    trace = mrr.RoutingTrace.from_samples(*samples, **options) if rows == "followed" else random_trace(24)
+    session = mrr.record(late.outer) if rows == "recorded" else mrr.replay(late.outer, trace)
+    late.add_hooks("a hook of the session's time on")
+    with watched(late.chunk) as seen:
+        if rows == "queued ahead":
+            for number in range(3):
+                session.microbatch(ROWS + 8 * number)
+        elif rows == "queued again":
+            session.microbatch(ROWS)
+        with pytest.raises(error):
+            model(ids[0], 0)
+        if rows == "queued ahead":  # by rows alone, forward 0 repeated looks like forward 1
+            with pytest.raises(ReplayStateError, match=r"MRR407: .* failed while 2 others were queued"):
+                model(ids[0], 0)
+            mrr.close_sessions(late.outer)
+        else:
+            for number in range(3):
+                if rows == "queued again":
+                    session.microbatch(ROWS + 8 * number)
+                model(ids[number], number)
+            session.close()
+            assert session.report.microbatches == 3
+    if rows == "recorded":
+        recorded = session.trace()
+        assert recorded.sequence_lengths == (4,) * 6
+        for (number, layer), maps in seen.items():
+            used = recorded.layer(layer)[(ROWS + 8 * number).t().reshape(-1)]
+            assert torch.equal(as_map(used), maps[-1])
+    else:
+        assert wrong_replays(seen, trace) == 0
 
 
 def test_layers_that_share_a_router_raise():

@@ -26,7 +26,7 @@ def numbers(replayed=0, live=0, padding=0, *, balance="megatron", **others):
 def test_the_numbers_of_a_session_are_these():
     chunk = Chunk()
     session = mrr.replay(chunk, random_trace(8), min_agreement=0)
-    assert session._numbers() == numbers()
+    assert session._microbatches.numbers() == numbers()
     mrr.close_sessions(chunk)
 
 

@@ -18,7 +18,7 @@ def queued(trace, rows, **options):
     session = mrr.replay(chunk, trace, min_replayed=0)
     try:
         session.microbatch(rows, **options)
-        return chunk, session._chunks[0].queue._waiting[0]
+        return chunk, session._microbatches.chunks[0].queue._waiting[0]
     finally:
         session.close(verify=False)
 
@@ -69,7 +69,7 @@ def test_live_rows_as_a_mask_choose_what_positions_choose(rows, mask):
     with watched(chunk) as seen, mrr.replay(chunk, trace, min_replayed=0) as session:
         for number in range(2):
             session.microbatch(rows)
-            waiting = session._chunks[0].queue._waiting[0]
+            waiting = session._microbatches.chunks[0].queue._waiting[0]
             if number and waiting.live_positions is not None:
                 waiting.live_mask = torch.zeros(rows.numel(), dtype=torch.bool).index_fill(
                     0, waiting.live_positions, True

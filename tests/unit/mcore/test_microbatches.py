@@ -155,7 +155,7 @@ def test_padding_that_has_a_row_raises(start, position):
     padding = torch.zeros(2, 4, dtype=torch.bool)
     padding[0, position] = True
     rows = torch.where(padding, -1, ROWS)
-    refused(start, ROWS, "says is padding has a routing row", padding=padding)
+    refused(start, ROWS, "a position with padding=True has a routing row", padding=padding)
     refused(start, rows, "mask is inverted", padding=~padding)
     chunk = Chunk()
     with start(chunk) as session:

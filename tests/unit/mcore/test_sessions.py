@@ -12,6 +12,7 @@ import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.mcore.core import dispatch
 from megatron_router_replay.mcore.core.hooks import sources_of
+from megatron_router_replay.mcore.sessions import freeze as freeze_module
 from tests.unit.mcore.tiny_chunk import (
     ROWS,
     STARTS,
@@ -230,3 +231,154 @@ def test_a_session_on_a_model_that_does_not_train_says_so():
         ReplayStateError, match="other routers ran 3 forwards in training mode: the session was opened on"
     ):
         session.close()
+
+
+# ---- evaluations inside a session, and the time of its check
+
+
+def test_a_disabled_session_leaves_the_model_as_it_is_and_drops_rows():
+    chunk = Chunk()
+    with watched(chunk) as seen:
+        chunk(tokens())
+        with mrr.freeze_recompute(chunk), mrr.replay(chunk, enabled=False) as session:
+            session.microbatch("of any kind", chunk)
+            with session.paused():
+                chunk(tokens())
+    assert all(torch.equal(*maps) for maps in seen.values())
+    assert (session.report.kind, session.report.routers, session.report.tokens) == ("replay", 0, 0)
+    assert left_over(chunk) == []
+    with pytest.raises(ReplayStateError, match="this replay session is closed"):
+        session.microbatch(ROWS)
+
+
+@pytest.mark.parametrize("start", QUEUED.values(), ids=QUEUED)
+def test_a_disabled_session_inside_another_raises_and_names_paused(start):
+    chunk, others = Chunk(), Chunk()
+    session = start(chunk)
+    with pytest.raises(
+        ReplayStateError, match=rf"MRR404: replay\(enabled=False\) inside a {session.kind} .*paused\(\)"
+    ):
+        mrr.replay([chunk], enabled=False)
+    mrr.replay(others, enabled=False).close()
+    with session.paused():
+        chunk(tokens())
+    mrr.close_sessions(chunk)
+    mrr.replay(chunk, enabled=False).close()
+
+
+def test_an_evaluation_inside_a_session_names_paused():
+    chunk = Chunk()
+    session = mrr.replay(chunk, random_trace())
+    forward(chunk, session)
+    with pytest.raises(ReplayStateError, match=r"MRR406: .*reference pass runs inside `with session.paused\(\):`"):
+        chunk.eval()(tokens())
+    mrr.close_sessions(chunk)
+
+
+def test_a_replay_that_does_not_add_up_says_that_the_step_comes_after_the_block():
+    chunk = Chunk()
+    session = mrr.replay(chunk, random_trace())
+    session.microbatch(ROWS)
+    with pytest.raises(
+        ReplayStateError, match=r"MRR419: (.|\n)*no forward used them(.|\n)*call optimizer.step\(\) after it\.$"
+    ):
+        session.close()
+    with pytest.raises(ReplayStateError, match=r"no forward used them$"), mrr.record(chunk) as recording:
+        recording.microbatch(ROWS)
+
+
+# ---- the lines of a freeze
+
+
+def step(chunk):
+    chunk.zero_grad()
+    forward(chunk).backward()
+
+
+@pytest.fixture
+def lines(caplog):
+    """(level, text) of the lines that were logged since the last call."""
+    caplog.set_level("INFO", logger="megatron_router_replay")
+    freeze_module._successors.clear()  # of models that earlier tests left
+
+    def taken():
+        found = [(each.levelname, each.getMessage()) for each in caplog.records]
+        caplog.clear()
+        return found
+
+    return taken
+
+
+def test_a_freeze_logs_a_line_every_n_steps_with_the_counts_since_the_last(lines):
+    chunk = Chunk()
+    chunk.around = reentrant
+    freeze = mrr.freeze_recompute(chunk, ask_every_layer=True)
+    lines()
+    for number in range(5):
+        loss = forward(chunk)
+        if number == 3:  # the only step with a change between forward and recompute
+            chunk.routers[1].weight.data = -chunk.routers[1].weight.data
+        loss.backward()
+        freeze.log_every(2)
+        logged = [text for _, text in lines()]
+        counts = (
+            f"step {number + 1}: 6 forwards and 6 recomputes since the last line, {8 * (number == 3)} of 48 decisions"
+        )
+        flips = " (layer 2: 8)" if number == 3 else ""
+        assert logged == ([f"freeze_recompute, {counts} would have flipped{flips}"] if number % 2 else [])
+    for wrong in (0, 1.5, True):
+        with pytest.raises(mrr.errors.TraceError, match="MRR101: num_steps"):
+            freeze.log_every(wrong)
+    freeze.close()
+    with pytest.raises(ReplayStateError, match="is closed"):
+        freeze.log_every(2)
+
+
+@pytest.mark.parametrize("around", [plain, reentrant])
+def test_a_freeze_warns_where_a_rebuilt_model_trains_in_place_of_its_own(around, lines):
+    def warnings():
+        return [text for level, text in lines() if level == "WARNING"]
+
+    model, rebuilt, reference, other = Chunk(), Chunk(), Chunk(), Chunk(moe_router_topk=3)
+    for each in (model, rebuilt, reference, other):
+        each.around = around
+    freeze = mrr.freeze_recompute(model)
+    step(model)
+    step(rebuilt)  # as a critic does after its actor
+    freeze.log_every(1)
+    assert warnings() == []
+    # None of these trains as the frozen model did.
+    with torch.no_grad():
+        reference(tokens())
+    reference.eval()(tokens())
+    reference.train()
+    for router in reference.routers:
+        router.weight.requires_grad = False
+    step(reference)
+    step(other)
+    freeze.log_every(1)
+    assert warnings() == []
+    step(rebuilt)
+    freeze.log_every(1)
+    (warning,) = warnings()
+    assert "ran no forward since the last line, and 3 forwards of routers of its layers and sizes trained" in warning
+    # A model that no longer exists cannot train next, so the first forward warns.
+    del freeze, model
+    gc.collect()
+    step(rebuilt)
+    (warning,) = warnings()
+    assert warning.startswith(
+        "the frozen model no longer exists, and forwards of routers of its layers and sizes trained"
+    )
+    step(rebuilt)
+    assert warnings() == []
+
+
+def test_a_freeze_that_was_closed_warns_of_no_model(lines):
+    chunk = Chunk()
+    mrr.freeze_recompute(chunk).close()
+    step(chunk)
+    del chunk
+    gc.collect()
+    step(Chunk())
+    assert [text for level, text in lines() if level == "WARNING"] == []

@@ -1,0 +1,249 @@
+"""The routers of a session: found and checked, registered with the hooks, counted, released."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError, listed
+from megatron_router_replay.mcore.batches.chunk import Chunk
+from megatron_router_replay.mcore.core import balance as balancing
+from megatron_router_replay.mcore.core import dispatch, hooks
+from megatron_router_replay.mcore.core.balance import Balance, check_balance, check_can_be_off
+from megatron_router_replay.mcore.core.call import RouterCounts, RoutingSource
+from megatron_router_replay.mcore.core.counts import Counts
+from megatron_router_replay.mcore.model.find import (
+    FoundRouter,
+    Models,
+    Walk,
+    as_chunks,
+    check_has_experts,
+    check_whole_pipeline,
+    find_routers,
+    walk,
+)
+from megatron_router_replay.mcore.model.support import check_supported, is_hashed, takes_topk_again
+from megatron_router_replay.mcore.model.upstream import check_version
+from megatron_router_replay.mcore.sessions.report import Decisions, SessionReport
+from megatron_router_replay.trace.ids import index_dtype
+
+
+@dataclass(slots=True, eq=False)
+class RouterState:
+    """A router of a session.
+
+    Args:
+        found: the router.
+        counter: counts of the session and this router.
+        chunk_index: which chunk of the session has it.
+        dtype: of the indices that a tape keeps.
+        chunk: it routes the micro-batches of this one; None: the session only freezes it.
+        position: its place among the chunk's routers that replay; -1: it is live, and frozen in recomputes.
+    """
+
+    found: FoundRouter
+    counter: RouterCounts
+    chunk_index: int
+    dtype: torch.dtype
+    chunk: Chunk | None = None
+    position: int = -1
+
+
+class SessionRouters:
+    """The routers of a session, from its opening to its report.
+
+    Args:
+        model_chunks: as given by the user.
+        verify: see `replay`.
+        flips: count the decisions that the live router would have flipped in a recompute.
+        balance: see `replay`.
+        enabled: False: find no router.
+
+    Attributes:
+        modules: the chunks as the user gave them, with their wrappers.
+        found: the routers of each chunk, without hash-routed ones, which are the model's own.
+        states: the same, by router.
+        walks: of the modules, for checks while the session opens; empty after `register`.
+
+    Raises:
+        UnsupportedRouterError, LayoutError: see `replay`.
+    """
+
+    def __init__(
+        self,
+        model_chunks: Models,
+        *,
+        verify: bool = False,
+        flips: bool = False,
+        balance: Balance = "megatron",
+        enabled: bool = True,
+    ) -> None:
+        self.modules = as_chunks(model_chunks)
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.walks: list[Walk] = []
+        found = self._find() if enabled else []
+        # Maps that leave the hook of a Megatron-Core that was never read are always verified.
+        verify_routing = check_supported([router for routers in found for router in routers])
+        check_balance(balance)
+        self._is_off = balance == "off"
+        self.found = [[each for each in routers if not is_hashed(each.router)] for routers in found]
+        self.states: dict[Any, RouterState] = {}
+        for index, routers in enumerate(self.found):
+            for each in routers:
+                if each.router in self.states:  # a freeze may have one that two chunks share
+                    shared = self.states[each.router].found.dispatchers
+                    each = replace(each, dispatchers=(*shared, *each.dispatchers))
+                counter = RouterCounts(
+                    flips=flips,
+                    verify=verify,
+                    verify_routing=not each.dispatchers if verify else verify_routing,
+                    topk_again=takes_topk_again(getattr(each.router, "config", None)),
+                    balance_off=self._is_off,
+                )
+                self.states[each.router] = RouterState(each, counter, index, index_dtype(each.router.num_experts))
+        self._verifies = verify or verify_routing
+        if self._verifies:
+            self._check_verifiable()
+
+    def _find(self) -> list[list[FoundRouter]]:
+        check_version()
+        self.walks = list(map(walk, self.modules))
+        found = [find_routers(module, walked) for module, walked in zip(self.modules, self.walks)]
+        check_has_experts(self.modules, found)
+        check_whole_pipeline(self.modules)
+        return found
+
+    def _check_verifiable(self) -> None:
+        for state in self.states.values():
+            factor = state.found.router.config.moe_expert_capacity_factor
+            if factor is not None:
+                raise UnsupportedRouterError(
+                    f"MRR401: cannot verify {state.found}: moe_expert_capacity_factor={factor} drops tokens after "
+                    "the selection, so routing maps rightly differ from it. Leave verify off, and use a tested "
+                    "Megatron-Core: with a newer one, every map is verified."
+                )
+
+    # ---- registration
+    def register(self, source: RoutingSource) -> None:
+        """Register the source of their experts.
+
+        Raises:
+            ReplayStateError: a router is under another session, or its own RouterReplay has an action.
+        """
+        self.walks = []
+        hooks.install()
+        hooks.check_installed()
+        # All are checked before the first is registered, so a model that is partly under a session stays as it was.
+        for router, state in self.states.items():
+            _check_free(router, state.found, source)
+            if self._is_off:
+                hooks.install_balance()
+                check_can_be_off(router)
+        for router, state in self.states.items():
+            hooks.register(router, source, state.found.dispatchers)
+
+    def unregister(self, source: RoutingSource) -> None:
+        """Release the routers; those that were never registered stay as they are."""
+        for router in self.states:
+            hooks.unregister(router, source)
+
+    def check_not_nested(self) -> None:
+        """Raise ReplayStateError if a session decides for these modules, which one that is disabled would not pause."""
+        if not dispatch.held_routers:
+            return  # without any session, a disabled one visits no module
+        for router in (each for module in self.modules for each in module.modules()):
+            if outer := next((each for each in hooks.sources_of(router) if each._takes_microbatches), None):
+                raise ReplayStateError(
+                    f"MRR404: replay(enabled=False) inside a {outer.kind} session of the same model, which would still "
+                    "decide for its forwards: run them inside `with session.paused():`."
+                )
+
+    # ---- the end
+    def problems(self) -> list[str]:
+        """Return the faults of hooks and model, while the routers are registered."""
+        problems = []
+        try:
+            hooks.check_installed()
+        except ReplayStateError as error:
+            problems.append(str(error))
+        if self._is_off and (replaced := balancing.replaced()):
+            problems.append(f"MRR415: {listed(replaced)} was replaced, so balance='off' did not reach every call")
+        for module in self.modules:
+            problems += filter(None, map(self._exchange, find_routers(module)))
+        return problems
+
+    def _exchange(self, found: FoundRouter) -> str:
+        """Return why the session does not reach a router that the model has by now; "": it does."""
+        if is_hashed(found.router):
+            return ""
+        if found.router not in self.states:
+            return f"{found}: the router was exchanged during the session, which did not reach the new one"
+        if not all(map(dispatch.is_checked, found.dispatchers)):
+            return f"{found}: its token dispatcher, or the class of it, was exchanged during the session"
+        if not hasattr(type(found.router).routing, "is_hook"):
+            name = type(found.router).__name__
+            return f"{found}: the router got the class {name}, whose routing does not pass the hook"
+        return ""
+
+    def count_problems(self, decisions: Decisions) -> list[str]:
+        """Return the faults that the counts show, once they are read."""
+        problems, states = [], self.states.values()
+        # A layer of a user's own may call no dispatcher, so that nothing compared its maps.
+        routed = [each for each in states if each.counter["forwards"] and each.counter.verify_entering]
+        if unverified := sorted(each.found.layer_number for each in routed if not each.counter["maps"]):
+            problems.append(
+                f"rank {self.rank}: nothing was verified in layers {listed(unverified)}, whose token dispatchers got nothing"
+            )
+        if wrong := decisions.get("wrong"):
+            problems.append(
+                f"rank {self.rank}: {wrong} of {decisions['verified']} decisions left their router "
+                "with other experts than were decided"
+            )
+        if zero := sum(each.counter["zero"] for each in states):
+            problems.append(
+                f"rank {self.rank}: {zero} decisions gave a chosen expert the probability 0. This model's dispatcher "
+                "(DeepEP, NCCL EP) takes a top-k of the probabilities, and may have sent these tokens to different experts"
+            )
+        return problems
+
+    @property
+    def counts(self) -> list[Counts]:
+        """The counts of each router, some of them on a device until `Counts.read`."""
+        return [each.counter for each in self.states.values()]
+
+    def report(self, kind: str) -> SessionReport:
+        """Return the counts that were read, of a session of this kind without micro-batches."""
+        states = list(self.states.values())
+        counting = [each for each in states if each.counter.counts_flips]
+        decisions = Decisions()
+        if counting:
+            decisions["recomputed"] = sum(each.counter["recomputed"] for each in counting)
+        if self._verifies:
+            decisions["verified"] = sum(each.counter["verified"] for each in states)
+            decisions["wrong"] = sum(each.counter["wrong"] for each in states)
+        forwards: dict[int, int] = {}  # of each chunk
+        for each in states:
+            forwards[each.chunk_index] = max(forwards.get(each.chunk_index, 0), each.counter["forwards"])
+        return SessionReport(
+            kind=kind,
+            routers=len(states),
+            microbatches=sum(forwards.values()),
+            forwards=sum(each.counter["forwards"] for each in states),
+            recomputes=sum(each.counter["recomputes"] for each in states),
+            decisions=decisions,
+            flips_of_layer={each.found.layer_number: each.counter["flips"] for each in counting},
+        )
+
+
+def _check_free(router: Any, found: FoundRouter, source: RoutingSource) -> None:
+    for outer in hooks.sources_of(router):
+        if outer._takes_microbatches or not source._takes_microbatches:
+            raise ReplayStateError(
+                f"MRR404: {found} is under another session already, a {outer.kind}: leave that first, or end it with "
+                "close_sessions(model_chunks) if its variable is gone. Only freeze_recompute may surround record or "
+                "replay."
+            )
+    hooks.check_not_driven(router)
