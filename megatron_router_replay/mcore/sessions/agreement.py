@@ -157,7 +157,7 @@ def number_windows(
 
 
 class _Units(NamedTuple):
-    """The sequences of a micro-batch on one rank, and then their windows.
+    """The sequences of a micro-batch on this rank, and then their windows.
 
     Args:
         num_sequences: how many units are sequences.
@@ -273,7 +273,7 @@ class Agreement:
         if self._units is None or self._units[0] != key:
             num, sequence, of_row, window = number_windows(microbatch.shape, chunk.sequence_share, starts, device)
             keys = PAIRS * torch.stack([torch.zeros_like(of_row), of_row, num + window])
-            # On ranks that share a sequence, a pair misses as much of 128 positions as in a window of one rank.
+            # On ranks that share a sequence, a pair misses as much of 128 positions as in a window of a single rank.
             lengths = torch.zeros(num, device=of_row.device).index_add_(0, of_row, torch.ones_like(of_row).float())
             missed = (PAIR_EVIDENCE / WINDOW * lengths).clamp(min=self._pair_evidence)
             missed = nn.functional.pad(missed, (0, len(sequence)), value=PAIR_EVIDENCE)
@@ -364,7 +364,7 @@ class _Group(NamedTuple):
 
     Args:
         layers: layer number -> agreement, where there is enough evidence.
-        judged, low, evidence: samples in a layer with a window that counts, with a low one, and the evidence of these.
+        judged, low, evidence: samples in a layer with a window that counts, with a low window, and the evidence of these.
         least: agreement and name of the window or sample that agrees least.
     """
 
@@ -383,7 +383,7 @@ def judge(everyone: Sequence[Mapping[str, Any]], least: float) -> tuple[list[str
         least: `min_agreement` of `replay`; 0: nothing is wrong.
     """
     warnings = []
-    # Tensor-parallel ranks with the same rows are replicas: each is judged with the other ranks' rows.
+    # Tensor-parallel ranks with the same rows are replicas: each is compared on its own.
     for replica in sorted({numbers["replica"] for numbers in everyone}) if least else ():
         group = _add_up_ranks([numbers for numbers in everyone if numbers["replica"] == replica], least)
         lowest, place = group.least

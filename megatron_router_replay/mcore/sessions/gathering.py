@@ -17,7 +17,7 @@ from megatron_router_replay.trace.ids import index_dtype, spread_experts
 from megatron_router_replay.trace.merge import UNKNOWN
 
 _PIECE_BYTES = 32 << 20
-"""The most that one message holds, and that a GPU holds where a group takes tensors from GPUs alone."""
+"""The size of a message at most, and of the memory on a GPU where a group takes tensors from GPUs alone."""
 
 
 _FILLED_ROWS = 1 << 16
@@ -25,13 +25,13 @@ _FILLED_ROWS = 1 << 16
 
 
 Replica = tuple[int, ...] | None
-"""Data-parallel ranks whose samples a trace has; None: its rows are those of the whole batch."""
+"""Data-parallel ranks of the samples in a trace; None: its rows are those of the whole batch."""
 
 
 def gather_trace(trace: RoutingTrace, group: dist.ProcessGroup | None) -> RoutingTrace:
-    """Return what the ranks of a group recorded of one batch, as `merge_traces(parts, allow_gaps=True)` joins it.
+    """Return the recording of a batch by all ranks of a group, as `merge_traces(parts, allow_gaps=True)` joins it.
 
-    A collective. Each rank sends its own rows to all, in turn; nobody holds more than the whole and one message.
+    A collective. Each rank sends its own rows to all, in turn, so a rank needs memory for the whole and for one message.
 
     Raises:
         TraceError: on every rank alike: the ranks are of different models, or two recorded one row differently.
@@ -69,14 +69,14 @@ def place_after_replicas(
 ) -> tuple[RoutingTrace, Replica]:
     """Return a part with its rows after those of earlier replicas in a group, and the samples of all; a collective.
 
-    Parts of one replica have the same rows. Where one rank of the group queued rows by hand, all rows are the whole batch's.
+    Parts of a replica have the same rows. Where a rank of the group queued rows by hand, all rows are the whole batch's.
 
     Args:
         trace: this rank's part.
-        replica: the data-parallel ranks whose samples it has; None: its rows were queued by hand.
+        replica: the data-parallel ranks of its samples; None: its rows were queued by hand.
 
     Returns:
-        The part, and the data-parallel ranks whose samples it has room for.
+        The part, and the data-parallel ranks of all samples that it has room for.
     """
     given: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(given, (replica, trace.sequence_lengths), group=group)

@@ -1,4 +1,4 @@
-"""What a session did on this rank, in numbers."""
+"""The report of a session: counts of one rank, or of several together."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Decisions(TypedDict, total=False):
 
     Args:
         recomputed: pairs among which flips were looked for; with ask_every_layer=True.
-        verified, wrong: pairs whose routing map was compared as it left the router, and those that did not hold exactly the
-            decided experts; with verify=True.
+        verified, wrong: pairs of which the routing map was compared as it left the router, and those with different
+            experts than the decided ones; with verify=True.
     """
 
     recomputed: int
@@ -39,19 +39,19 @@ class Decisions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionReport:
-    """Counts of one session on this rank, or after `reduce` on several. What was not measured is None.
+    """Counts of one session on this rank, or after `reduce` on several. A count that was not taken is None.
 
     Args:
         kind: "replay", "record" or "freeze_recompute".
-        routers: routers the session holds.
-        microbatches: forwards of model chunks that reached every router.
+        routers: routers of the session.
+        microbatches: micro-batches that reached every router of the first chunk; in a freeze, forwards of chunks.
         forwards, recomputes: forwards and recomputes of single routers.
         rows_replayed: rows that used the given routes.
         rows_live: rows without a route, decided by the live router (and frozen for their recompute).
-        rows_padding: rows known to be padding; the live router decides them, too.
-        rows_repeated: rows that a micro-batch named a second time, counted where the host knows the rows.
+        rows_padding: rows that are padding; the live router decides them, too.
+        rows_repeated: rows that a micro-batch names a second time, counted where rows are on the host.
         segments_ambiguous: sequences that several samples of the trace begin with; the first one's rows were used.
-        decisions: (row, layer) pairs by what was done with them; what was not measured is missing.
+        decisions: (row, layer) pairs by treatment; pairs that were not counted are missing.
         flips_of_layer: layer number -> how many of its recomputed decisions would have chosen different experts.
         agreement: of the live router with the replayed routes; None: they were not compared.
         counted_at: layer number and tensor-parallel replica of the routers that counted rows and micro-batches; None: this
@@ -80,7 +80,7 @@ class SessionReport:
 
     @property
     def recompute_flips(self) -> int | None:
-        """Decisions whose recompute would have chosen different experts. It needs ask_every_layer=True."""
+        """Decisions that a live recompute would have changed. It needs ask_every_layer=True."""
         return sum(self.flips_of_layer.values()) if "recomputed" in self.decisions else None
 
     @property
@@ -107,7 +107,7 @@ class SessionReport:
         summed = self
         if not dist.is_initialized():
             return summed
-        # In turn: once a group's ranks hold its sum, the next group, across it, adds up sums.
+        # One after another: all ranks of a group have its sum, and the next group, across it, adds up sums.
         for group in groups or (None,):
             summed = _add_up(summed, _over(group))
         return summed
@@ -163,7 +163,7 @@ class SessionReport:
     def __str__(self) -> str:
         return "\n".join([self._headline(), self.table().text()])
 
-    __repr__ = __str__  # what a notebook or a debugger shows; `to_dict` has every field
+    __repr__ = __str__  # for notebooks and debuggers; `to_dict` has every count
 
     def _repr_html_(self) -> str:
         return f"<div><b>{escape(self._headline())}</b>{self.table().html()}</div>"
@@ -196,7 +196,7 @@ def _flat(report: SessionReport, top: int, *, counts: bool) -> dict[str, float]:
     flat: dict[str, float] = {}
 
     def put(name: str, value: float | None) -> None:
-        # Whether it was measured adds up, too: a stage without routers must not hide what the others measured.
+        # Whether it was measured adds up, too: a stage without routers must not hide the counts of its peers.
         flat[name], flat[f"has {name}"] = value or 0, value is not None
 
     agreement, decisions = report.agreement, cast(Mapping[str, int], report.decisions)
@@ -223,7 +223,7 @@ def _add_up(report: SessionReport, reduce: Callable[[list[float], str], list[flo
     agreement = report.agreement
     sample = None if agreement is None else agreement.least_sample
     highest = [max(_layers_of(report), default=0), 0 if agreement is None else agreement.num_layers]
-    # Pipeline stages have different lowest layers, so the rows of one layer are those of the batch. Tensor-parallel ranks
+    # Pipeline stages have different lowest layers, so the rows of the first layer are the batch's. Tensor-parallel ranks
     # without sequence parallelism have the same rows, as different replicas. All other ranks have different rows.
     at = math.inf if report.counted_at is None else report.counted_at[0] * _REPLICAS + report.counted_at[1]
     top, num_layers, least, first = reduce([*highest, -math.inf if sample is None else -sample, -at], "max")
@@ -247,7 +247,7 @@ def _add_up(report: SessionReport, reduce: Callable[[list[float], str], list[flo
         flips_of_layer=by_layer("flips"),
         agreement=LiveAgreement(
             layers=units,
-            # Ranks of one stage hold the same layers, and each stage different ones. Layers that were not asked are unknown.
+            # Ranks of a stage have the same layers, and each stage different ones; a layer may not have been compared yet.
             num_layers=max(len(units), int(num_layers)),
             least_sample=None if least == -math.inf else -least,
             samples=samples,
@@ -271,14 +271,14 @@ def _over(group: dist.ProcessGroup | None) -> Callable[[list[float], str], list[
     return reduce
 
 
-# ---- what is logged: INFO when a session begins or ends, WARNING for a low share
+# ---- log: INFO when a session begins or ends, WARNING for a low share
 def log_began(kind: str, num_routers: int) -> None:
-    """Log that a session holds a model's routers."""
+    """Log that a session began."""
     _LOG.info("%s session began with %d routers", kind, num_routers)
 
 
 def log_ended(report: SessionReport) -> None:
-    """Log what a session did that ended in order, and warn if it replayed little."""
+    """Log the counts of a session that ended in order, and warn if it replayed little."""
     _LOG.info(
         "%s session ended: %d micro-batches, %d forwards, %d recomputes, rows %d replayed, %d live, %d padding",
         report.kind,
@@ -294,7 +294,7 @@ def log_ended(report: SessionReport) -> None:
         warn(
             "share",
             f"only {100 * report.rows_replayed / expected:.1f} % of the tokens were replayed ({report.rows_replayed} of "
-            f"{expected}); the live router decided the others. Do some samples have no routes? "
+            f"{expected}); the live router decided the rest. Do some samples have no routes? "
             "replay(min_replayed=...) makes this an error",
         )
     if report.rows_repeated:
@@ -306,5 +306,5 @@ def log_ended(report: SessionReport) -> None:
 
 
 def log_failed(kind: str, error: BaseException) -> None:
-    """Say that a session was left by an exception: the routers are released, nothing was verified."""
+    """Log that a session was left by an exception."""
     _LOG.info("%s session was left by %s; the routers are released, nothing was verified", kind, type(error).__name__)
