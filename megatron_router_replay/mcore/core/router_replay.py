@@ -166,7 +166,9 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
         group_topk: int | None = None,
         default_compute_topk: Any = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return (scores, ids) of the experts that this call uses, [num_tokens, topk]; Megatron-Core calls it for its top-k.
+        """Return (scores, ids) of the experts of this call, [num_tokens, topk].
+
+        Megatron-Core calls it for its top-k.
 
         Args: see `TopKRequest`.
 

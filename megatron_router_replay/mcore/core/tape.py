@@ -41,7 +41,7 @@ class Entry:
 
 
 class Tape:
-    """The calls of routers in the first run of a function, in order, for code that runs the function again.
+    """Keep the router calls of a function's first run, in order, for its later runs.
 
     with tape.forward():      # in the forward of your autograd function
         outputs = function(*inputs)
@@ -64,7 +64,7 @@ class Tape:
         return Run(self, reads=False)
 
     def recompute(self) -> Run:
-        """Return a context in which routers take their experts from this tape, from its start."""
+        """Return a context in which routers take their experts from this tape's start."""
         return Run(self, reads=True)
 
 

@@ -131,7 +131,9 @@ class Session:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Let the model's forwards inside the block run live: an evaluation, a reference pass over other tokens.
+        """Let forwards inside the block run live.
+
+        It is for an evaluation, or for a reference pass over other tokens.
 
         Nothing of them is replayed, recorded or counted; a recompute still takes the experts of its forward. Without it,
         tokens that are of no sample raise.
