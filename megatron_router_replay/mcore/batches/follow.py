@@ -376,6 +376,8 @@ class Follower(TokenReader):
             )
         forward = _Forward(where, places.shape, is_padded_left=places.start is None)
         live = located.extra + self._judge(located, forward)
+        # Read once: where the index is on the host, a second copy of the ids would wait again.
+        own = None if is_raw else places.of_rank(tokens, rank)
         if is_raw:
             assert shape is not None, "a later stage"
             places, located, live = self._in_layout(inputs, located, live, shape, size, device, where)
@@ -384,7 +386,7 @@ class Follower(TokenReader):
         return FoundRows(
             rows=places.of_rank(rows, rank),
             padding=None if padding is None else places.of_rank(padding, rank),
-            tokens=None if is_raw else ids,
+            tokens=own,
             rivals=int(num_rivals) if device.type == "cpu" else num_rivals,
         )
 
