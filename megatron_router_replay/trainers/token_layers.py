@@ -93,18 +93,18 @@ def remove(values: Tensor, ids: Tensor, *, sample: int, at_least: int = 1) -> Te
 
 
 def without(values: Tensor) -> Tensor:
-    """Return routes [..., layers, topk] without the layers of ids, unchecked, for a trainer's own code."""
+    """Return routes [..., layers, topk] without the layers of ids, unchecked."""
     return values[..., : -num_layers(values.shape[-1]), :]
 
 
 def are_in(values: Tensor) -> bool:
-    """Return whether routes [..., layers, topk] have layers of ids, by the highest byte of each; for metrics alone."""
+    """Return whether routes [..., layers, topk] have layers of ids, for metrics alone."""
     rows = values.flatten(0, -3)
     if rows.shape[1] <= num_layers(rows.shape[2]):
         return False
     rows = rows[(rows != 0).flatten(1).any(1)]
     highest = rows[:, -num_layers(values.shape[-1]) :].flatten(1)[:, _BYTES - 1].to(torch.int64) & 255
-    # An id below 1,048,576 has a highest byte of at most 15.
+    # By the highest byte: an id below 1,048,576 has one of at most 15.
     return bool(len(rows)) and bool((((highest ^ _ROW) < 16) | ((highest ^ _END) < 16)).all())
 
 

@@ -13,6 +13,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import schedules
 
+import megatron_router_replay as mrr
 from megatron_router_replay.errors import PayloadError, ReplayStateError, RouterReplayError, SeamError, TraceError
 from megatron_router_replay.testing import ParallelSizes
 from megatron_router_replay.trainers import follow, miles, nemo_rl, seams, skyrl, slime, token_layers
@@ -399,3 +400,45 @@ def test_a_module_that_is_imported_later_is_checked_then(trainer):
         SeamError, match=r"MRR808: slime.backends.megatron_utils.actor.MegatronTrainRayActor.fill is gone"
     ):
         __import__("slime.backends.megatron_utils.actor")
+
+
+class Expands(torch.nn.Module):
+    """As a vision-language model: one token becomes two positions inside, and the language model gets embeddings."""
+
+    def __init__(self, language_model):
+        super().__init__()
+        self.language_model, self.config = language_model, language_model.config
+
+    def forward(self, input_ids):
+        ids = input_ids.repeat_interleave(2, dim=1)
+        at = torch.arange(ids.shape[1]).expand_as(ids)
+        hidden = self.language_model.embedding(input_ids=ids, position_ids=at)
+        return self.language_model(input_ids=None, position_ids=at, attention_mask=None, decoder_input=hidden)
+
+
+def test_a_model_that_expands_inside_is_refused_by_name_and_takes_rows_by_hand(chunks):
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    model = Expands(chunks[0].module).eval()
+    ids, routes = samples()
+    trace = follow.make_trace([model], ids, routes, "unrouted")
+    with torch.no_grad(), pytest.raises(RouterReplayError, match="input_ids"), mrr.replay([model], trace):
+        model(ids[0][None])
+    seen = {}
+    handles = [
+        each.register_forward_hook(lambda router, args, output: seen.update({router.layer_number: output[1]}))
+        for each in model.modules()
+        if isinstance(each, TopKRouter)
+    ]
+    inner = model.language_model
+    with torch.no_grad(), mrr.replay([inner], trace, min_agreement=0) as session:
+        session.microbatch(torch.arange(len(ids[0])).repeat_interleave(2)[None], inner)
+        model(ids[0][None])
+    for handle in handles:
+        handle.remove()
+    assert sorted(seen) == [2, 3, 4]
+    for layer, routing_map in seen.items():
+        expected = torch.zeros(len(routes[0]), oracle.EXPERTS, dtype=torch.bool).scatter(
+            1, routes[0][:, layer - 1], True
+        )
+        assert torch.equal(routing_map[: 2 * len(expected)], expected.repeat_interleave(2, dim=0))
