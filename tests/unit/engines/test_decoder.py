@@ -122,13 +122,10 @@ def test_a_trace_without_ids_is_warned_of_once(monkeypatch, recwarn):
     assert str(shown.message).startswith("a trace without token ids: nothing proves")
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
+def test_an_argument_that_is_no_model_says_which_is():
+    for model, message in (
         (torch.nn.Linear(1, 1), r"got Linear. A Megatron-Core model is read by mcore.routing_info"),
         ("Qwen/Qwen3-30B-A3B", r"no such file or folder here\. The id of a model on a hub is not looked up"),
-    ],
-)
-def test_an_argument_that_is_no_model_says_which_is(model, message):
-    with pytest.raises(PayloadError, match=message):
-        engines.vllm.decode(ROWS, model=model, token_ids=IDS)
+    ):
+        with pytest.raises(PayloadError, match=message):
+            engines.vllm.decode(ROWS, model=model, token_ids=IDS)

@@ -52,10 +52,10 @@ def refused(message, call, *arguments, model=MODEL, **options):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("start", [0, 3, S - 1])
+@pytest.mark.parametrize("start", [0, 3])
 def test_one_row_more_or_less_is_a_shift(form, start):
     """A lost token, ids without BOS and a start that is off by one all change the number of rows."""
-    for num_rows in range(S + 3 - start):
+    for num_rows in (0, S - 2 - start, S - 1 - start, S - start, S + 1 - start):
         rows = routes(S + 3, 3, num_experts=300, topk=2, seed=0)[start : start + num_rows].astype(np.uint16)
         if num_rows == S - 1 - start:
             trace = decode(form, rows, PROMPT, OUTPUTS[0], model=MODEL, start=start)
@@ -223,9 +223,7 @@ def test_a_start_that_is_no_token_is_refused(value):
         ({"dtype": "float32"}, "dtype is 'float32', expected one of"),
         ({"dtype": None}, "promises .* = 66 bytes, 132 follow"),  # uint8
         ({"shape": [S, 3, 2]}, "promises .* = 144 bytes, 132 follow"),
-        ({"shape": [-11, -3, 2]}, "has the shape"),
-        ({"shape": [S - 1, 6]}, "has the shape"),
-        ({"shape": "x"}, "has the shape"),
+        *(({"shape": shape}, "has the shape") for shape in ([-11, -3, 2], [S - 1, 6], "x")),
         ({"shape": [10**12 - 1, 0, 10**9]}, "promises .* = 0 bytes"),
         ({"data": "@@"}, "not base64"),
         ({"data": 5}, "data is int"),
@@ -373,19 +371,19 @@ def test_both_forms_of_megatrons_server_with_their_ids(form):
     refused("suspended", engines.megatron.decode, parts, allow_surplus_rows=True)
 
 
-@pytest.mark.parametrize("wrapped", [
-    ["ndarray", {"data": ROWS[0].tolist()}],
-    ["ndarray", {"data": ROWS[0].tolist(), "dtype": "float32"}],
-    ["ndarray", {"data": ROWS[0].tolist(), "dtype": "uint8"}],  # ids beyond its dtype
-    ["ndarray", {"data": (ROWS[0] % 256).tolist(), "dtype": "uint8"}],  # which a cast has wrapped
-    ["ndarray", {"data": (ROWS[0] + 0.5).tolist(), "dtype": "int16"}],
-    ["ndarray", {"data": "AAAA", "dtype": "int16"}],
-    ["ndarray", ROWS[0].tolist()],
-    ["array", {"data": ROWS[0].tolist(), "dtype": "int16"}],
-    ["ndarray"],
-], ids=range(9))  # fmt: skip
-def test_other_wrappers_are_refused(wrapped):
-    refused("MRR3", engines.megatron.decode, megatron_choice(0, "0.18") | {"moe_topk_indices": wrapped})
+def test_other_wrappers_are_refused():
+    plain = ROWS[0].tolist()
+    for wrapped in (
+        ["ndarray", {"data": plain}],
+        ["ndarray", {"data": plain, "dtype": "float32"}],
+        ["ndarray", {"data": plain, "dtype": "uint8"}],  # ids beyond its dtype
+        ["ndarray", {"data": (ROWS[0] % 256).tolist(), "dtype": "uint8"}],  # which a cast has wrapped
+        ["ndarray", {"data": "AAAA", "dtype": "int16"}],
+        ["ndarray", plain],
+        ["array", {"data": plain, "dtype": "int16"}],
+        ["ndarray"],
+    ):
+        refused("MRR3", engines.megatron.decode, megatron_choice(0, "0.18") | {"moe_topk_indices": wrapped})
 
 
 def test_serialised_requests():
