@@ -102,14 +102,17 @@ class _Search:
         worst = counts.worst_row()
         self.first = max(0, min(worst - MAX_ROWS // 2, b.num_tokens - MAX_ROWS))
         stop = min(b.num_tokens, self.first + MAX_ROWS)
+        # A sentence says that a part of the rows was read, for its range may then be too small.
         self.complete = stop - self.first == b.num_tokens
         self.ids_b, self.routed_b = _read(b, self.first, stop)
+        # Rows of a that match lie in the same window: a search of all of a would read it once for each offset.
         self.ids_a, self.routed_a = _read(a, self.first, self.first + MAX_ROWS)
         layers = {number: i for i, number in enumerate(a.layer_numbers)}
         self.column = np.array([layers.get(number, -1) for number in b.layer_numbers])
         # A set of experts as one number: the sum of random numbers.
         numbers = np.random.default_rng(1).integers(1 << 63, size=a.num_experts, dtype=np.uint64)
         self.sets_a, self.sets_b = (numbers[ids].sum(axis=2, dtype=np.uint64) for ids in (self.ids_a, self.ids_b))
+        # A piece never crosses the end of a sample, because faults often begin or end there.
         ends = self.samples.starts - self.first
         bounds = np.unique([0, *ends[(ends > 0) & (ends < len(self.ids_b))], len(self.ids_b)])
         # The pieces of a sample have nearly equal lengths.
@@ -129,6 +132,8 @@ class _Search:
             ids_a: the experts of a under other ids.
         """
         rows, topk = np.arange(len(self.ids_b)) + offset, self.ids_b.shape[2]
+        if not len(self.ids_a):
+            return np.zeros(self.ids_b.shape[:2], bool)
         inside = (rows >= 0) & (rows < len(self.ids_a))
         rows = np.where(inside, rows, 0)
         ids_a = self.ids_a if ids_a is None else ids_a
@@ -154,6 +159,7 @@ class _Search:
         bad = (here < 0.5) & (routed > 0)
         if not bad.any():
             return
+        # An explanation must fit clearly better than the rows in place, which noise may make look bad.
         best, chosen = np.maximum(_FITS, here + 0.25), np.full(bad.shape, -1)
         tried: list[tuple[str, Array, Array]] = []
         for kind, values, fitting in self._explanations(bad):
@@ -161,6 +167,7 @@ class _Search:
             chosen = np.where(bad & (fits > best), len(tried), chosen)
             best = np.maximum(best, np.where(bad, fits, 0.0))
             tried.append((kind, values, fitting))
+        # The rows of a fact may reach into cells that it does not explain alone: these are not unrelated.
         explained = np.zeros_like(self.in_place)
         for index, (kind, values, fitting) in enumerate(tried):
             found = self._moved if kind == "sample_order" else self._regions
@@ -178,12 +185,14 @@ class _Search:
         layer = int(bad.sum(axis=0).argmax())  # the layer that differs in most pieces
         rows, sources = self._equal_rows(bad, layer)
         moves = self._sample_offsets(rows, sources)
+        # Samples come first: of two explanations that fit equally, the earlier one is taken.
         if moves.any():
             yield "sample_order", moves, self.near(moves, self.column) & (moves != 0)[:, None]
         found, votes = np.unique(sources - rows, return_counts=True)
         likely = found[np.lexsort((np.abs(found), -votes))][:_MOST_OFFSETS].tolist()
         for offset in dict.fromkeys([-1, 1, -2, 2, -3, 3, *filter(None, likely)]):
             yield "row", np.array(offset), self.near(offset, self.column)
+        # Layers, a constant and names are found layer by layer, from the bad rows alone.
         bad_rows = self.per_row(bad)
         columns, constant, renamed = (
             self.column.copy(),
@@ -195,7 +204,7 @@ class _Search:
             rows = np.flatnonzero(bad_rows[:, layer] & self.routed_b)
             sets, times = np.unique(self.sets_b[rows, layer], return_counts=True)
             constant[:, layer] = (self.sets_b[:, layer] == sets[times.argmax()]) & self.routed_b
-            rows = rows[rows < len(self.ids_a)]
+            rows = rows[rows < len(self.ids_a)]  # a may be shorter
             rows = rows[self.routed_a[rows]][:4096]
             if not len(rows):
                 continue
@@ -214,7 +223,7 @@ class _Search:
     def _equal_rows(self, bad: Array, layer: int) -> tuple[Array, Array]:
         """Return bad rows of b, and rows of a with the same sets of experts in a layer, there and in the next two rows."""
         keys_a, keys_b = _keys(self.sets_a[:, self.column[layer]]), _keys(self.sets_b[:, layer])
-        if self.column[layer] < 0:
+        if self.column[layer] < 0:  # a has no such layer, so nothing of it can be equal
             keys_a = keys_a[:0]
         rows = np.flatnonzero(self.per_row(np.any(bad, axis=1))[: len(keys_b)] & self.routed_b[: len(keys_b)])
         order = np.argsort(keys_a, kind="stable")
@@ -228,14 +237,17 @@ class _Search:
         offsets, is_different = np.zeros(len(self.ids_b), np.int64), False
         if not self.samples_a.known:
             return offsets
-        numbers = self.samples_a.of_rows(sources + self.first)
-        pairs, votes = np.unique(np.stack([numbers, sources - rows]), axis=1, return_counts=True)
+        # A pair of a sample and an offset as one number, which is counted much faster than a column of two.
+        samples = self.samples_a.of_rows(sources + self.first)
+        pairs, votes = np.unique(samples << 32 | sources - rows + (1 << 31), return_counts=True)
+        pairs, votes = pairs[votes >= _MIN_ROWS], votes[votes >= _MIN_ROWS]
         for i in np.argsort(votes, kind="stable"):  # of several, the one with most votes is written last
-            sample, offset = pairs[:, i].tolist()
-            if votes[i] < _MIN_ROWS or sample >= len(self.samples_a.lengths):
-                continue
+            sample, offset = int(pairs[i]) >> 32, (int(pairs[i]) & (1 << 32) - 1) - (1 << 31)
+            if sample >= len(self.samples_a.lengths):
+                continue  # rows after the last sample
             begin, end = (self.samples_a.starts[sample : sample + 2] - self.first - offset).tolist()
             place = int(self.samples.of_rows(np.array(self.first + (begin + end) // 2)))
+            # A shared prompt matches several samples; a quarter of the rows is more than chance gives.
             if 4 * votes[i] >= end - begin:
                 offsets[max(0, begin) : max(0, end)] = offset
                 is_different |= place != sample
@@ -244,6 +256,7 @@ class _Search:
 
     def _moved(self, kind: str, offsets: Array, fitting: Array, cells: Array) -> Iterator[tuple[Fact, Array, Array]]:
         """Yield one fact about all samples of b that match different samples of a."""
+        # A piece may have rows of two samples, so whole samples are judged again, by all of their rows.
         taken = self.per_row(np.any(cells, axis=1)) & (offsets != 0)
         sources = self.samples_a.of_rows(np.arange(len(offsets)) + offsets + self.first)
         pairs = []
@@ -287,6 +300,7 @@ class _Search:
                 gains = np.where(self.routed_b[at], fits - np.maximum(in_place, 0.5), 0.0)
             else:
                 gains = bits[at][:, layers].sum(axis=1)
+            # Cells have bounds of pieces; the fault begins and ends at the rows with the greatest gain.
             first, last = _best_run(gains)
             rows = at.start + np.arange(first, last + 1)
             rows = rows[self.routed_b[rows]]

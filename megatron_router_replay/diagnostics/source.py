@@ -74,13 +74,13 @@ class TraceSource:
 
     def read(self, start: int, stop: int, layer_numbers: Sequence[int] | None = None) -> RoutingTrace:
         """Return rows start..stop-1 on the CPU, without rows after the last one."""
-        rows: RoutingTrace = self._trace[start:stop].to("cpu")
-        return rows if layer_numbers is None else rows.select_layers(layer_numbers)
+        rows: RoutingTrace = self._trace[start:stop]
+        # Layers come before the copy, which a trace on a GPU needs.
+        return (rows if layer_numbers is None else rows.select_layers(layer_numbers)).to("cpu")
 
     def token_ids(self) -> Tensor | None:
         """Return the token ids of all rows, [num_tokens] on the CPU; None if the trace has none."""
-        tokens: Tensor | None = self._trace.token_ids
-        return None if tokens is None else tokens.cpu()
+        return self.read(0, self.num_tokens, ()).token_ids
 
 
 class _File(TraceSource):
@@ -94,9 +94,6 @@ class _File(TraceSource):
         with naming(self._path, "read"):
             rows = slice(min(start, self.num_tokens), min(stop, self.num_tokens))
             return self._reader.load(layer_numbers=layer_numbers, rows=rows)
-
-    def token_ids(self) -> Tensor | None:
-        return self.read(0, self.num_tokens, ()).token_ids
 
 
 class _Parts(TraceSource):

@@ -181,12 +181,22 @@ def test_an_index_that_is_lost_doubled_or_no_place_raises(indexes):
     refused("index", engines.vllm.decode, choices, choice=0)
 
 
+def test_a_message_names_the_choice_and_the_request():
+    choices = [vllm_choice(rows(i), PROMPT, output(i), i) for i in (0, 1)]
+    del choices[1]["routed_experts"]
+    refused("of choice 1, request r: missing", engines.vllm.decode_batch, {"id": "r", "choices": choices})
+    del choices[0]["routed_experts"]
+    refused("of choice 0, request 7: missing", engines.vllm.decode_batch, {"id": 7, "choices": choices})
+
+
 def test_a_choice_without_its_response_is_a_sample_wherever_it_was():
     choices = [vllm_choice(rows(i), PROMPT, output(i), i) for i in (0, 1)]
     check(engines.vllm.decode_batch(choices, model=MODEL), 2)
     turned = engines.vllm.decode_batch(choices[::-1], model=MODEL)
     assert torch.equal(turned.topk_indices[: S - 1], torch.from_numpy(rows(1)))  # the order of the list
     assert engines.vllm.decode(choices[1], model=MODEL).token_ids.tolist() == PROMPT + output(1)
+    completion = vllm_output(rows(0), PROMPT, output(0)).outputs[0]  # a Python object
+    check(engines.vllm.decode(completion, model=MODEL, prompt_token_ids=PROMPT), 1)
 
 
 @pytest.mark.parametrize("request_id", [np.zeros((2, 2)), {"a": 1}, 1.5, None], ids=str)
