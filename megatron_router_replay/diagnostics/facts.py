@@ -9,7 +9,7 @@ found row by row. Bad cells without an explanation are unrelated to a if chance 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -159,8 +159,7 @@ class _Search:
         bad = (here < 0.5) & (routed > 0)
         if not bad.any():
             return
-        # An explanation must fit clearly better than the rows in place, which noise may make look bad.
-        best, chosen = np.maximum(_FITS, here + 0.25), np.full(bad.shape, -1)
+        best, chosen = np.full(bad.shape, _FITS), np.full(bad.shape, -1)
         tried: list[tuple[str, Array, Array]] = []
         for kind, values, fitting in self._explanations(bad):
             fits = self.by_piece(fitting) / np.maximum(1, routed)
@@ -273,8 +272,9 @@ class _Search:
         rows = np.sort(np.concatenate([rows for _, _, rows in pairs]))
         layers = np.flatnonzero(2 * cells.sum(axis=0) >= cells.sum(axis=0).max())
         held = fitting[np.ix_(rows, layers)]
-        verb = "match" if len(places) > 1 else "matches"
-        text = f"{_words('sample', places)} of {self.b.name} {verb} {_words('sample', from_a)} of {self.a.name}"
+        text = (
+            f"{_words('sample', places)} of {self.b.name} {_match(places)} {_words('sample', from_a)} of {self.a.name}"
+        )
         if len(places) == 2 and places == from_a[::-1]:
             text = f"samples {places[0]} and {places[1]} of {self.b.name} changed places"
         bounds = (int(rows[0]), int(rows[-1]))
@@ -364,7 +364,7 @@ class _Search:
         elif kind == "layer":
             assert values is not None
             source_layers = tuple(self.a.layer_numbers[column] for column in values[layers])
-            text = f"{_words('layer', numbers)} of {b} match {_words('layer', source_layers)} of {a}, in {rows}"
+            text = f"{_words('layer', numbers)} of {b} {_match(numbers)} {_words('layer', source_layers)} of {a}, in {rows}"
         elif kind == "names":
             assert values is not None
             added, times = np.unique(
@@ -428,6 +428,10 @@ def _best_run(gains: Array) -> tuple[int, int]:
     starts = ends - gains
     last = int((ends - np.minimum.accumulate(starts)).argmax())
     return last - int(starts[last::-1].argmin()), last
+
+
+def _match(numbers: Sequence[int]) -> str:
+    return "match" if len(numbers) > 1 else "matches"
 
 
 def _words(noun: str, numbers: Iterable[int]) -> str:

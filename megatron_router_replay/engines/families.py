@@ -78,29 +78,25 @@ def agreed(config: Config, names: tuple[str, ...]) -> int:
     return next(iter(stated.values()))
 
 
-def _list(config: Config, name: str) -> list[Any]:
-    value = config.get(name)
-    if not isinstance(value, (list, tuple)):
-        raise PayloadError(f"MRR303: the {config.get('model_type')} config has {name}={value!r}, expected a list.")
-    return list(value)
-
-
 def _listed(config: Config, name: str, num_layers: int) -> list[bool]:
     """Return which layers a list of their indices from 0 names."""
-    indices = _list(config, name)
+    indices = config.get(name)
+    if not isinstance(indices, (list, tuple)):
+        raise PayloadError(f"MRR303: the {config.get('model_type')} config has {name}={indices!r}, expected a list.")
     if not all(type(i) is int and 0 <= i < num_layers for i in indices):
         raise PayloadError(f"MRR303: {name}={indices} of the config do not fit {num_layers} layers.")
     return [i in indices for i in range(num_layers)]
 
 
-def _kinds(name: str, moe: str, *others: str) -> LayerRule:
-    """Return the rule of a list with the kind of each layer."""
+def _kinds(name: str, moe: Any, *others: Any) -> LayerRule:
+    """Return the rule of a list, or a text, with the kind of each layer."""
 
     def rule(config: Config, num_layers: int) -> list[bool]:
-        kinds = _list(config, name)
-        if len(kinds) != num_layers or not all(kind in (moe, *others) for kind in kinds):
+        kinds, known = config[name], (moe, *others)
+        is_list = isinstance(kinds, (str, list, tuple))
+        if not is_list or len(kinds) != num_layers or not all(kind in known for kind in kinds):
             raise PayloadError(
-                f"MRR303: {name} must name {num_layers} layers, each one of {[moe, *others]}, got {kinds}."
+                f"MRR303: {name} must name {num_layers} layers, each one of {list(known)}, got {kinds!r}."
             )
         return [kind == moe for kind in kinds]
 
@@ -131,30 +127,19 @@ def _sparse_step(config: Config, num_layers: int) -> list[bool]:
 
 def _first_dense(config: Config, num_layers: int) -> list[bool]:
     """Source: vLLM 0.22, DeepseekV2DecoderLayer.__init__."""
-    name, freq = "moe_layer_freq", config.get("moe_layer_freq")
     first = integer(config, "first_k_dense_replace", 0)
-    if not isinstance(freq, (list, tuple)):
+    if isinstance(config.get("moe_layer_freq"), (list, tuple)):
+        routed = _kinds("moe_layer_freq", 1, 0)(config, num_layers) or []
+    else:
         # Absent means 1: the field is optional in every reader of these configs, and transformers 5 does not write it.
-        step = integer(config, name, 1, least=1)
-        freq = [i % step == 0 for i in range(num_layers)]
-    if len(freq) != num_layers or not all(routed in (0, 1) for routed in freq):
-        raise PayloadError(
-            f"MRR303: {name}={config.get(name)!r} must be 1 or more, or one 0 or 1 for each of {num_layers} layers."
-        )
-    return [i >= first and bool(routed) for i, routed in enumerate(freq)]
+        step = integer(config, "moe_layer_freq", 1, least=1)
+        routed = [i % step == 0 for i in range(num_layers)]
+    return [i >= first and routed[i] for i in range(num_layers)]
 
 
 def _layer_freq(config: Config, num_layers: int) -> list[bool] | None:
     """A list of layers is complete, and some configs have nothing else; a number alone is not."""
     return _first_dense(config, num_layers) if isinstance(config["moe_layer_freq"], (list, tuple)) else None
-
-
-def _pattern(config: Config, num_layers: int) -> list[bool]:
-    """Source: NVIDIA's configuration_nemotron_h.py (M mamba, * attention, - MLP, E experts)."""
-    pattern = config["hybrid_override_pattern"]
-    if not isinstance(pattern, str) or not set(pattern) <= set("M*-E") or len(pattern) != num_layers:
-        raise PayloadError(f"MRR303: hybrid_override_pattern {pattern!r} must be {num_layers} of the letters M * - E.")
-    return [kind == "E" for kind in pattern]
 
 
 def _interleaved(config: Config, num_layers: int) -> list[bool]:
@@ -189,6 +174,8 @@ def _enumerated(config: Config, num_layers: int) -> list[bool]:
 
 
 _MLP_TYPES = _kinds("mlp_layer_types", "sparse", "dense")
+# Source: NVIDIA's configuration_nemotron_h.py (M mamba, * attention, - MLP, E experts).
+_PATTERN = _kinds("hybrid_override_pattern", "E", *"M*-")
 _NEMOTRON = _kinds("layers_block_type", "moe", "mamba", "linear_attention", "attention", "full_attention", "mlp")
 
 _RULES: list[tuple[str, dict[str, LayerRule]]] = [
@@ -214,7 +201,7 @@ _RULES: list[tuple[str, dict[str, LayerRule]]] = [
     ("ernie4_5_moe", {"": _span}),
     ("jamba", {"": _periodic}),
     ("llama4_text", {"": _interleaved}),
-    ("nemotron_h", {"hybrid_override_pattern": _pattern, "layers_block_type": _NEMOTRON}),
+    ("nemotron_h", {"hybrid_override_pattern": _PATTERN, "layers_block_type": _NEMOTRON}),
 ]
 
 FAMILIES: Mapping[str, dict[str, LayerRule]] = {name: rules for names, rules in _RULES for name in names.split()}

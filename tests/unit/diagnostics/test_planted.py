@@ -167,6 +167,18 @@ def test_plain_noise_has_no_fact(shares, topk_of):
         assert diff.facts == (), [str(fact) for fact in diff.facts]
 
 
+def test_layers_under_other_numbers_match_those_of_a_also_where_a_has_no_such_number():
+    pair = noisy_pair(0.02, 4, 32)
+    one, other = (
+        mrr.RoutingTrace(topk_indices=routes, layer_numbers=layers, num_experts=32)
+        for routes, layers in ((pair.a, LAYERS), (pair.b, range(3, 11)))
+    )
+    (fact,) = mrr.diff_traces(one, other).facts
+    assert "layers 3..10 of b match layers 2..9 of a, in all 989 rows of b: " in fact.text
+    (fact,) = mrr.diff_traces(one, other.select_layers([10])).facts[1:]
+    assert "layer 10 of b matches layer 9 of a, in all 989 rows of b: " in fact.text
+
+
 def test_of_a_long_trace_the_rows_that_differ_most_are_searched(monkeypatch):
     monkeypatch.setattr("megatron_router_replay.diagnostics.facts.MAX_ROWS", 400)
     pair = noisy_pair(0.02, 4, 32)

@@ -50,7 +50,7 @@ def test_nemotron_h_patterns():
         (QWEN3 | {"decoder_sparse_step": 1, "mlp_only_layers": [6]}, r"mlp_only_layers=\[6\]"),
         (DEEPSEEK | {"model_type": "deepseek_v3"}, "lacks mlp_layer_types / first_k_dense_replace"),
         (DEEPSEEK | {"model_type": "deepseek_v3", "first_k_dense_replace": 5}, "it is dense"),
-        (DEEPSEEK | {"model_type": "deepseek_v3", "moe_layer_freq": [1, 1]}, "one 0 or 1 for each of 5 layers"),
+        (DEEPSEEK | {"model_type": "deepseek_v3", "moe_layer_freq": [1, 1]}, "freq must name 5 layers, .*got .1, 1."),
         ({"model_type": "mixtral", "num_hidden_layers": 2, "num_experts_per_tok": 2}, "num_experts / num_local_experts"),
         ({"model_type": "mixtral", "num_hidden_layers": 2, "num_local_experts": 2, "num_experts_per_tok": 3}, "topk=3"),
         (config("qwen3moe") | {"num_experts": 16}, "contradicts itself"),
