@@ -78,6 +78,11 @@ def shift_a_layer_from_a_row_on(pair):
     pair.b[502:, 3] = pair.b[500:-2, 3].clone()
 
 
+def lose_a_chunk(pair):
+    rows = torch.arange(STARTS[7] + 25, STARTS[8])
+    pair.b[rows] = pair.b[(rows + 7).clamp(max=STARTS[8] - 1)]
+
+
 def samples_change_places(pair):
     pair.b = torch.cat([pair.b[sample(i)] for i in (0, 1, 5, 3, 4, 2, 6, 7, 8, 9)])
 
@@ -127,6 +132,7 @@ FAULTS = {
     # The fact's kind, layers, first and last row, and words.
     shift_sample: ("row", ALL, (349, 498), "(sample 4, from position 1) of b match a's rows 348..497 (1 row earlier)"),
     shift_a_layer_from_a_row_on: ("row", (5,), (502, 988), "match a's rows 500..986 (2 rows earlier), in layer 5:"),
+    lose_a_chunk: ("row", ALL, (708, 808), "(sample 7, from position 25) of b match a's rows 715..815 (7 rows later)"),
     samples_change_places: ("sample_order", ALL, (166, 594), "samples 2 and 5 of b changed places, in all layers:"),
     samples_in_order_of_arrival: ("sample_order", ALL, (0, 988), "6..9 of b match samples 4, 0..1, 3, 9, 6..8 of a"),
     lose_a_sample: ("sample_order", ALL, (499, 892), "samples 5..8 of b match samples 6..9 of a, in all layers:"),
