@@ -79,7 +79,7 @@ class RoutingSegments:
     def trace(self, *, sample_id: str | None = None) -> RoutingTrace:
         """Return the joined trace, with sequence_lengths (len(self),).
 
-        A later `append` does not change it. Its weight_version, where turns have one, is that of each row's own forward,
+        A later `append` does not change it. Its weight_version, where turns have one, is that of each row's own forward, and
         -1 on rows without a route.
 
         Raises:
