@@ -134,6 +134,7 @@ def given_names(folder: Path) -> dict[str, Any]:
         "trace": trace,
         "num_tokens": len(trace),
         "train_step": train_step,
+        "forward_backward": train_step,
     }
 
 

@@ -1,7 +1,7 @@
-"""A call of `TopKRouter.routing`: the request of Megatron-Core, its experts, and their source.
+"""A call of `TopKRouter.routing`: the arguments of Megatron-Core, the experts, and the object that chose them.
 
-session        the hook passes a RoutingCall to Megatron-Core in place of `router.router_replay`
-RouterReplay   Megatron-Core calls its `get_replay_topk`, which makes a RoutingCall and returns its answer
+session        the hook on `TopKRouter.routing` passes a RoutingCall to Megatron-Core in place of `router.router_replay`
+RouterReplay   Megatron-Core calls its `get_replay_topk`, which makes a RoutingCall and returns the result of that one
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ class ExpertSource(Protocol):
         """Return the experts that a call uses, [num_tokens, topk] integers; None: the router's own live top-k."""
 
     def _on_routed(self, call: RoutingCall) -> None:
-        """Record that the call is over."""
+        """Count a call that returned, and keep its experts if the source records."""
 
 
 class RoutingSource(ExpertSource, Protocol):
-    """An ExpertSource that the hook registers for routers: a session, or the part of a freeze that lasts with the model."""
+    """An ExpertSource that the hook registers for routers: of a session, or of a freeze, which lasts as long as its model."""
 
     kind: str
     _takes_microbatches: bool
 
     def _session(self) -> Any:
-        """Return the session; None: it was a freeze and is dropped; the freeze lasts as long as its model."""
+        """Return the session; None if its variable is gone: a freeze stays active until its model is freed."""
 
     def _routing_call(self, router: Any, shape: torch.Size, is_written: bool) -> RoutingCall | None:
-        """Return the state of this call, of tokens [s, b]; None: run Megatron-Core's own top-k, without bookkeeping.
+        """Return a RoutingCall for tokens [s, b]; None to run Megatron-Core's own top-k, without bookkeeping.
 
         Args:
             is_written: a tape is being written.
@@ -51,12 +51,12 @@ class RouterCounts(Counts):
     """Counts of a router in a session; tapes keep them, so they outlive the session.
 
     Args:
-        flips: also take the live top-k in recomputes, and count the decisions that it would have flipped.
+        flips: also take the live top-k in recomputes, and count the tokens whose live experts differ from the replayed ones.
         verify: compare every routing map that a token dispatcher gets with the experts that were used.
-        verify_routing: compare the map that leaves `TopKRouter.routing`, where a layer has no dispatcher or this version of
-            Megatron-Core was never read.
-        topk_again: the dispatcher takes a top-k of the probabilities; count the decisions that it may read differently.
-        balance_off: leave expert bias and auxiliary losses out of its calls.
+        verify_routing: compare the map that leaves `TopKRouter.routing`, where a layer has no dispatcher, or Megatron-Core
+            is newer than the tested versions.
+        topk_again: the dispatcher takes a top-k of the probabilities; count the tokens for which it may find other experts.
+        balance_off: its calls count in no expert bias and add no auxiliary loss.
     """
 
     __slots__ = ("balance_off", "counts_flips", "topk_again", "verify", "verify_entering", "verify_routing")
@@ -94,7 +94,7 @@ class TopKRequest(NamedTuple):
 
     def live_topk(self) -> tuple[Tensor, Tensor]:
         """Return (scores, ids) of the router's own top-k, [num_tokens, topk]; without a gradient."""
-        # This runs in the gradient mode of the forward: since Megatron-Core 0.18 the order of the columns depends on it.
+        # In the gradient mode of the forward: since Megatron-Core 0.18 the order of a top-k's columns depends on that mode.
         scores, groups = self.scores.detach(), {"num_groups": self.num_groups, "group_topk": self.group_topk}
         values, indices = self.compute_topk(scores, self.topk, **groups)
         return values, indices
@@ -102,7 +102,7 @@ class TopKRequest(NamedTuple):
     def live_topk_of(self, rows: Tensor) -> Tensor:
         """Return the experts that the router chooses for rows at these positions ([n] int64), [n, topk] int64."""
         scores = self.scores.detach().index_select(0, rows)
-        if self.group_topk:  # the router's own top-k in groups expects all rows
+        if self.group_topk:  # compute_topk in groups takes all num_tokens rows
             chosen = group_limited_topk(scores, self.topk, *scores.shape, self.num_groups, self.group_topk)
         else:
             chosen = self.compute_topk(scores, self.topk)
@@ -117,14 +117,14 @@ class TopKRequest(NamedTuple):
             router: for messages.
 
         Raises:
-            ReplayStateError: they have another shape than the tokens.
+            ReplayStateError: their shape is not [num_tokens, topk].
         """
-        # Megatron-Core would broadcast one row, and leave tokens without experts where rows are too few.
+        # Without this check Megatron-Core uses a single row for all tokens, and no experts for tokens after the last row.
         num_tokens = self.scores.shape[0]
         if used.shape != (num_tokens, self.topk):
             raise ReplayStateError(
                 f"MRR201: {tape.layer_of(router)} routes {num_tokens} tokens to {self.topk} experts each, its routes are "
-                f"{list(used.shape)}: give one row a token, in the order the router sees them (s-major, this rank's)."
+                f"{list(used.shape)}: give one row per token, in the router's order (s-major, this rank's tokens)."
             )
         return used.to(device=self.scores.device, dtype=torch.int64)
 
@@ -135,13 +135,13 @@ class RoutingCall:
 
     Args:
         router: the TopKRouter, or the RouterReplay with an action.
-        counter: of the source and this router.
+        counter: counts of this router in the session.
         dtype: of the indices that a tape keeps.
         source: chooses the experts of a forward; None: the call is a recompute.
         recompute_of: the entry that this call repeats; None: it is a forward.
-        microbatch: the one that the router forwards; None: the router only runs live, or the session takes none.
+        microbatch: the current one; None: this router is never replayed, or the session takes none.
         is_written: a tape is being written.
-        in_order: leave the columns as they are: a live top-k with gradients would sum them in this order, or a driver set it.
+        in_order: do not sort the columns: they have the order of a live top-k, or the one that the caller set.
 
     Attributes:
         used: [num_tokens, topk] int64, the experts, once Megatron-Core has requested them.
@@ -170,16 +170,16 @@ class RoutingCall:
         """Return (scores of the chosen experts [num_tokens, topk], their ids, int64); gradients flow to the scores.
 
         Raises:
-            ReplayStateError: a second request, or the routes have another shape than the tokens.
+            ReplayStateError: a second request, or the shape of the routes is not [num_tokens, topk].
         """
         if self.used is not None:
             raise ReplayStateError(
-                f"MRR414: {tape.layer_of(self.router)} requested its experts twice in one call, and either request may be "
-                "about different tokens."
+                f"MRR414: {tape.layer_of(self.router)} requested its experts twice in one call; which tokens "
+                "each request has is unknown."
             )
         request = TopKRequest(scores, topk, num_groups, group_topk, default_compute_topk)
         values: Tensor | None = None
-        # A forward chooses where its recompute reads a tape: a selective checkpoint would pair these unequal operations.
+        # The forward takes a top-k, its recompute reads a tape: a selective checkpoint would match these unlike operations.
         with tape.hidden_from_selective_checkpoint():
             if self.recompute_of is not None:
                 used = self.recompute_of.topk_indices.to(torch.int64)
@@ -193,22 +193,22 @@ class RoutingCall:
                     values, used = request.live_topk()
             self.used = request.ids(used, self.router)
             if TOPK_ORDER_FOLLOWS_GRAD and torch.is_grad_enabled():
-                # A sum of two is the same in both orders.
+                # The order of two columns changes no floating-point sum.
                 if topk > 2 and values is None and self._order_matters(request):
                     order = scores.detach().gather(1, self.used).argsort(dim=1, descending=True, stable=True)
                     self.used, self.kept = self.used.gather(1, order), None
                 self.in_order = True
             indices = self.used
             if not torch.is_grad_enabled():
-                # A live forward has its values and gathers nothing, so this is hidden: its recompute may have to gather.
+                # Hidden as well: a live forward needs no gather, its recompute does.
                 return scores.gather(1, indices) if values is None else values, indices
         return scores.gather(1, indices), indices
 
     def _order_matters(self, request: TopKRequest) -> bool:
-        """Return whether sums over the columns would differ from those of a live top-k, which is sorted here."""
+        """Return whether a sum over the columns depends on their order: a live top-k with gradients sorts them by score."""
         if self.in_order or request.group_topk:  # a live top-k in groups is always sorted, and so are its recordings
             return False
-        # Softmax before the top-k leaves no sum over the chosen experts.
+        # With softmax before the top-k, nothing is normalized over the chosen experts.
         config = self.router.config
         return not (config.moe_router_score_function == "softmax" and config.moe_router_pre_softmax)
 

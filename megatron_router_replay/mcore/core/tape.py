@@ -1,11 +1,11 @@
-"""Each checkpoint keeps a tape of its forward, and its recompute reads that tape.
+"""Each activation checkpoint writes the router calls of its forward on a tape, and its recompute replays them.
 
-    Run      a run of a checkpointed function in this thread: the first one writes the tape, later ones read it
-    Entry    a call of a router, written on the tape of every first run that is open
+    Run      a run of a checkpointed function in this thread: a forward run writes the tape, a recompute reads it
+    Entry    one router call, written on the tape of every forward run that is open
 
-The order of forwards and backwards does not matter: micro-batches may share a backward, a graph may be used twice, and
-checkpoints may be nested. `checkpoints` opens the runs of all checkpoints that it wraps. Other code that recomputes opens its
-runs with `Tape`, or its backward raises.
+The order of forwards and backwards does not matter: one backward may cover several micro-batches, an autograd graph may run
+backward twice, and checkpoints may be nested. The module `checkpoints` opens the runs of Megatron-Core's and torch's
+checkpoints. A checkpoint of one's own opens its runs with `Tape`; without them its backward raises.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from megatron_router_replay.errors import ReplayStateError
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A router's call, as its recompute must repeat it; it lives as long as the graph, so it has no session.
+    """A router call of a forward, for its recompute. It lives as long as the autograd graph, and refers to no session.
 
     Args:
-        router: the TopKRouter; the RouterReplay that a call took its experts from.
+        router: the TopKRouter, or the RouterReplay that gave the experts, where one did.
         topk_indices: [num_tokens, topk], the experts that it used, in any integer dtype, a tensor or a
-            `upload.KeptLayer`; None: it ran live, without a session or an action.
+            `upload.KeptLayer`; None: neither a session nor an action of a RouterReplay applied.
         counter: counts the recomputes of this router.
-        in_order: a recompute need not sort the columns; see `RoutingCall`.
+        in_order: the columns have the order that a recompute uses; see `RoutingCall`.
     """
 
     router: Any
@@ -41,15 +41,15 @@ class Entry:
 
 
 class Tape:
-    """Keep the router calls of a function's first run, in order, for its later runs.
+    """Keep the router calls of a function's forward run, in order, for its recomputes.
 
     with tape.forward():      # in the forward of your autograd function
         outputs = function(*inputs)
     with tape.recompute():    # in its backward
         outputs = function(*inputs)
 
-    It takes one call of each router. Make one tape for each part of a function that calls a router several times: the parts
-    may run again in a different order than in the forward.
+    A tape keeps at most one call of each router, and a second one raises. Make one tape for each part of a function that
+    calls a router several times, because the parts may be recomputed in a different order.
     """
 
     __slots__ = ("__weakref__", "entries", "num_forwards")
@@ -60,16 +60,16 @@ class Tape:
         self.num_forwards = 0  # above 1, the run that a recompute repeats is ambiguous
 
     def forward(self) -> Run:
-        """Return a context in which routers write this tape. Entered twice, it is two runs."""
+        """Return a context in which router calls are written on this tape; each `with` is one run."""
         return Run(self, reads=False)
 
     def recompute(self) -> Run:
-        """Return a context in which routers take their experts from this tape's start."""
+        """Return a context in which routers replay this tape's entries, from the first one on."""
         return Run(self, reads=True)
 
 
 class CheckpointTape(Tape):
-    """The tape of a checkpoint, which runs its function again as a whole: equal calls of a router keep their order."""
+    """The tape of a checkpoint, whose recompute repeats several calls of a router in the same order."""
 
     __slots__ = ()
     may_repeat_routers = True
@@ -95,7 +95,7 @@ class Run:
     def __exit__(self, kind: type[BaseException] | None = None, *error: object) -> None:
         _thread.runs.remove(self)
         open_runs.remove(self)
-        # An exception of torch's ends a recompute early, once it has every saved tensor.
+        # torch ends a recompute early, by an exception, once it has every saved tensor: that is no error.
         if kind is None and self.reads and self._position < len(self.tape.entries):
             missing = self.tape.entries[self._position].router
             raise ReplayStateError(
@@ -105,7 +105,7 @@ class Run:
             )
 
     def peek(self) -> Any:
-        """Return the router of the next entry; None: the first run called no more."""
+        """Return the router of the next entry; None: all entries are replayed."""
         entries = self.tape.entries
         return entries[self._position].router if self._position < len(entries) else None
 
@@ -113,17 +113,17 @@ class Run:
         """Return the next entry, which must be this router's.
 
         Args:
-            replay: the router's own RouterReplay, if it has one. Entries of its calls name it and not the router.
+            replay: the router's own RouterReplay, if it has one. Entry.router is that object where it gave the experts.
 
         Raises:
-            ReplayStateError: the first run called a different router there, or none; or there were several first runs.
+            ReplayStateError: the forward run called a different router there, or none; or the tape has several forward runs.
         """
         tape, position = self.tape, self._position
         entry = tape.entries[position] if position < len(tape.entries) else None
         if tape.num_forwards > 1:
             raise ReplayStateError(
                 f"MRR413: {layer_of(router)}: a checkpoint ran its function several times in one forward, so the run that is "
-                "repeated here is ambiguous. Name the runs with megatron_router_replay.mcore.Tape, one for each part."
+                "repeated here is ambiguous. Use one megatron_router_replay.mcore.Tape for each run."
             )
         if entry is None or (entry.router is not router and (replay is None or entry.router is not replay)):
             expected = "none" if entry is None else layer_of(entry.router)
@@ -146,33 +146,33 @@ open_runs: list[Run] = []
 """The open runs of all threads."""
 
 before_run: Callable[[], None] = lambda: None  # noqa: E731
-"""The hook's check of itself, called where a tape begins to be written or read."""
+"""Checks that the hook on `TopKRouter` is installed; each run calls it as it begins."""
 
 
 def checkpoint_state() -> tuple[Run | None, bool, bool]:
-    """Return the place of this thread in its runs.
+    """Return whether this thread is in a recompute, and whether router calls are written.
 
     Returns:
-        (the innermost recompute; None: there is none, or a backward runs inside it,
-        whether a call now repeats a forward: it is in a recompute, or a backward calls it,
-        whether it runs for the first time and may run again, so that a router's call is written).
+        (the innermost recompute; None if there is none, or if a backward runs inside it,
+        True in a recompute and in a backward, where a router call repeats one of a forward,
+        True where the innermost run is a forward run, which writes router calls).
     """
     # A number for every backward; -1: none runs in this thread.
     task, runs = torch._C._current_graph_task_id(), _thread.runs
     for run in reversed(runs):
         if run.reads:
-            # A backward inside a recompute calls code that this recompute's first run did not call.
+            # A backward nested in a recompute makes router calls that are not on this tape.
             return (run if run.task == task else None), True, run is not runs[-1]
     return None, task != -1, bool(runs)
 
 
 def in_recompute() -> bool:
-    """Return whether this thread repeats a forward now: it runs a recompute, or a backward."""
+    """Return whether this thread is in a recompute or a backward."""
     return checkpoint_state()[1]
 
 
 def write(entry: Entry) -> None:
-    """Put a router's call on the tape of every first run inside the innermost recompute of this thread."""
+    """Write a router call on the tape of each open forward run, outwards to the innermost recompute."""
     for run in reversed(_thread.runs):
         if run.reads:
             return
@@ -189,8 +189,9 @@ _NOTHING = nullcontext()
 
 
 def hidden_from_selective_checkpoint() -> AbstractContextManager[Any]:
-    """Hide operations that only the forward, or only its recompute, runs: a selective checkpoint pairs the two."""
-    # Outside of any run, a mode is not a checkpoint's: make_fx traces a RouterReplay that records into a static buffer.
+    """Hide operations from selective checkpointing, which matches each of a forward with one of its recompute."""
+    # Without an open run, a dispatch mode belongs to no checkpoint: make_fx traces a RouterReplay that records into a
+    # static buffer, and its mode stays on.
     if not (torch._C._len_torch_dispatch_stack() and _thread.runs):
         return _NOTHING
     return cast(AbstractContextManager[Any], _python_dispatch._disable_current_modes())
