@@ -1,4 +1,4 @@
-"""Samples as a rollout returns them, tokens and rows of routes -> the values of a trace."""
+"""Convert a rollout's samples, tokens and routes, to the values of a trace."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def join_samples(
     weight_version: Any,
     last_token: str,
 ) -> dict[str, Any]:
-    """Return the arguments of RoutingTrace for these samples; see `RoutingTrace.from_samples`."""
+    """Return RoutingTrace's arguments for samples; see `RoutingTrace.from_samples`."""
     if last_token not in ("unrouted", "routed"):
         raise TraceError(f"MRR101: last_token={last_token!r} must be 'unrouted' or 'routed'.")
     numbers, num_experts = as_layer_numbers(layer_numbers), as_integer("num_experts", num_experts)
@@ -37,10 +37,11 @@ def join_samples(
     for number, (ids, rows, mask, version) in enumerate(zip(tokens, routes, masks, versions, strict=True)):
         try:
             part = _sample(ids, rows, mask, version, num_experts, numbers, last_token)
-        except TraceError as error:
+        except TraceError as error:  # a rollout has thousands of samples: name this one
             raise TraceError(f"MRR102: sample {number}: {error}") from error
         for name, values in part.items():
             parts[name].append(values)
+    # torch.cat would raise as well, but without the number of a sample.
     topk = {part.shape[2] for part in parts["topk_indices"]}
     if len(topk) > 1:
         first = next(
@@ -66,7 +67,7 @@ def _is_one(weight_version: Any) -> bool:
 def _sample(
     tokens: Any, routes: Any, mask: Any, version: Any, num_experts: int, numbers: tuple[int, ...], last_token: str
 ) -> dict[str, Tensor]:
-    """Return one sample's values, a row a token; rows that have no route are -1 in an integer dtype that holds it."""
+    """Return the values of a sample, a row for each of its T tokens."""
     ids, rows = as_integer_tensor("tokens", tokens).cpu(), as_integer_tensor("routes", routes).cpu()
     if ids.dim() != 1 or rows.dim() != 3:
         raise TraceError(
@@ -74,18 +75,21 @@ def _sample(
         )
     if ids.numel() and int(ids.min()) < 0:
         raise TraceError(f"MRR101: token {int(ids.min())} at position {int(ids.argmin())} is no token id.")
+    # Wrapped ids are valid ids of different experts, so only the dtype shows them.
     if torch.iinfo(rows.dtype).max < num_experts - 1:
         raise TraceError(
             f"MRR101: routes are {rows.dtype}, which cannot hold ids of {num_experts} experts: higher ids were wrapped."
         )
     rows = _named_layers(rows, numbers)
     length, has_last = ids.numel(), rows.shape[0] == ids.numel()
+    # Engines that did not run the token sampled last return T - 1 rows.
     if not has_last and (rows.shape[0] != length - 1 or last_token == "routed"):
         expected = f"{length}" if last_token == "routed" else f"{length} or {length - 1}"
         raise TraceError(
             f"MRR302: {rows.shape[0]} rows of routes for {length} tokens: expected {expected}. Mark rows without a route "
             "with -1 in every layer."
         )
+    # Rows of -1 have no route. An unsigned dtype cannot mark them so.
     missing = (rows == -1).flatten(1).all(1) if numbers else torch.zeros(rows.shape[0], dtype=torch.bool)
     routed = ~missing if rows.dtype.is_signed else torch.ones_like(missing)
     routed = torch.nn.functional.pad(routed, (0, length - rows.shape[0]))
@@ -94,6 +98,7 @@ def _sample(
     if last_token == "unrouted" and length:
         routed = torch.cat([routed[:-1], torch.zeros(1, dtype=torch.bool)])  # the engine never ran it
     check_topk_indices(rows, num_experts=num_experts, layer_numbers=numbers, replay_mask=routed[: rows.shape[0]])
+    # Ids of masked rows are ignored; 0 is valid in every dtype.
     stored = torch.zeros(length, *rows.shape[1:], dtype=index_dtype(num_experts))
     stored[: rows.shape[0]] = torch.where(routed[: rows.shape[0]].view(-1, 1, 1), rows, 0).to(stored.dtype)
     values = {"topk_indices": stored, "replay_mask": routed, "token_ids": ids}
@@ -106,7 +111,7 @@ def _sample(
 
 
 def _named_layers(rows: Tensor, numbers: tuple[int, ...]) -> Tensor:
-    """Return the layers that are named, of one entry each or of one for every decoder layer."""
+    """Return the routes of the layers `numbers`, [T, len(numbers), topk]."""
     if rows.shape[1] == len(numbers):
         return rows
     if not numbers or rows.shape[1] < numbers[-1]:
@@ -114,4 +119,5 @@ def _named_layers(rows: Tensor, numbers: tuple[int, ...]) -> Tensor:
             f"MRR302: routes have {rows.shape[1]} layers, layer_numbers name {len(numbers)}, up to "
             f"{max(numbers, default=0)}: give one entry for each of these, or for each decoder layer of the model."
         )
+    # Engines may return an entry for every decoder layer, dense ones too; numbers begin at 1.
     return rows[:, [number - 1 for number in numbers]]

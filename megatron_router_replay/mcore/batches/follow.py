@@ -1,8 +1,8 @@
-"""The call of a model chunk's forward -> the trace rows of its tokens.
+"""Find the trace rows of a forward's tokens by the call of a model chunk.
 
-`read_inputs` takes the ids out of the call, a `Follower` finds their rows with the trace's index. `index.locate` decides
-which sample a segment holds; here that is judged over all forwards of a session: padding is one token, and equal samples have
-like routes.
+`read_inputs` takes the ids out of the call; a `Follower` finds their rows with the trace's index. `index.locate` finds the
+sample of each segment. A `Follower` also checks all forwards of a session together: padding is one token, and equal
+samples have like routes.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ _WINDOW = 128
 _NOISE = 0.25
 """The share of decisions in which two runs of an engine over the same tokens may differ.
 
-Captures of real engines differ in 0 of 5,404 decisions at equal prefixes; engine and trainer, whose kernels differ, in 3 % of
-a tiny model's and about 10 % of a large one's. Two unrelated texts differ in nearly all.
+Captures of real engines differ in 0 of 5,404 decisions at equal prefixes. Engine and trainer have different kernels; they
+differ in 3 % of a tiny model's decisions and about 10 % of a large one's. Unrelated texts differ in nearly all.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardInputs:
-    """What a call of a chunk's forward says of its tokens.
+    """The arguments of a chunk's forward from which its tokens are read.
 
     Args:
         input_ids: [b, s] integers; None: the call has none.
-        packed_seq_params: Megatron's, of packed sequences; None: a padded batch.
+        packed_seq_params: Megatron's PackedSeqParams; None: a padded batch.
         padding_mask: bool, True: padding; None: not given.
         position_ids: [b, s] integers; None: not given, or of another shape.
     """
@@ -66,27 +66,29 @@ class ForwardInputs:
 
     @property
     def bounds(self) -> Tensor | None:
-        """Where packed sequences start, padding counted; None: the batch is padded."""
+        """Return the starts of packed sequences with padding; None: a padded batch."""
+        # Positions of input_ids count padding, so the padded bounds come first.
         names = ("cu_seqlens_q_padded", "cu_seqlens_q")
         return next((each for name in names if (each := getattr(self.packed_seq_params, name, None)) is not None), None)
 
     @property
     def unpadded_bounds(self) -> Tensor | None:
-        """The same without padding; None: not known."""
+        """Return the starts without padding; None: not known."""
         packed = self.packed_seq_params
         if packed is None or getattr(packed, "cu_seqlens_q_padded", None) is None:
             return None
         unpadded: Tensor | None = packed.cu_seqlens_q
+        # The same tensor twice has no information on padding.
         return None if unpadded is packed.cu_seqlens_q_padded else unpadded
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=16)  # every micro-batch reads the same signature
 def _signature(forward: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(forward)
 
 
 def read_inputs(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> ForwardInputs:
-    """Return the inputs of a call of this module's forward, by name or by position."""
+    """Return the ForwardInputs of a call of a module, by name or by position."""
     signature = _signature(type(module).forward)
     try:
         named = signature.bind_partial(module, *args, **kwargs).arguments
@@ -100,6 +102,7 @@ def read_inputs(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) 
         ids = None
     if ids is not None and ids.dim() == 1:
         ids = ids.unsqueeze(0)
+    # Of another shape, such as M-RoPE's [3, b, s], `Places.cut` cannot read them.
     if not isinstance(position_ids, Tensor) or ids is None or position_ids.shape != ids.shape:
         position_ids = None
     return ForwardInputs(
@@ -111,12 +114,13 @@ def read_inputs(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 def context_parallel_group(module: nn.Module, packed: Any) -> dist.ProcessGroup | None:
-    """Return the group that shares the sequences of one forward; None: this rank has them whole.
+    """Return the ranks that share a forward's sequences; None: this rank has all.
 
     Raises:
         LayoutError: the size of the group changes from micro-batch to micro-batch, and the group is not given.
     """
     group, size = getattr(packed, "cp_group", None), getattr(packed, "local_cp_size", None)
+    # Megatron's dynamic context parallelism: the model's group has another size than this micro-batch's.
     if size is not None and group is None and int(size) != 1:
         raise LayoutError(
             f"MRR204: packed_seq_params have local_cp_size={int(size)} and no cp_group: which ranks share these sequences is "
@@ -131,22 +135,23 @@ def context_parallel_group(module: nn.Module, packed: Any) -> dist.ProcessGroup 
 
 
 def received_shape(module: nn.Module) -> tuple[int, int] | None:
-    """Return [b, s] of the hidden states that a later pipeline stage received; None: this stage embeds tokens."""
-    hidden = getattr(getattr(module, "decoder", None), "input_tensor", None)
+    """Return [b, s] of a later stage's hidden states; None: this stage embeds tokens."""
+    hidden = getattr(getattr(module, "decoder", None), "input_tensor", None)  # [s, b, h]
     if getattr(module, "pre_process", True) or not isinstance(hidden, Tensor):
         return None
     config: Any = module.config
+    # Sequence parallelism splits s over the tensor-parallel ranks.
     split = config.tensor_model_parallel_size if config.sequence_parallel else 1
     return int(hidden.shape[1]), int(hidden.shape[0]) * split
 
 
 def index_of(trace: RoutingTrace) -> PrefixIndex:
-    """Return the index of a trace's prefixes; it is made once, and kept with the trace.
+    """Return the PrefixIndex of a trace, which is made once and kept with it.
 
     Raises:
         TraceError: the trace has no token ids, or no samples, or tokens of some rows are unknown.
     """
-    trace.check_unchanged()
+    trace.check_unchanged()  # else a kept index may be of former tokens
     if "index" not in trace.derived:
         missing = [name for name in ("token_ids", "sequence_lengths") if getattr(trace, name) is None]
         if missing:
@@ -167,15 +172,13 @@ def index_of(trace: RoutingTrace) -> PrefixIndex:
 
 
 def on_device(trace: RoutingTrace, layer_numbers: Sequence[int], device: torch.device) -> RoutingTrace | None:
-    """Return these layers of a trace on a GPU, with its index; None: they are larger than `DEVICE_BYTES`.
-
-    All sessions share them, so a rollout is copied once.
-    """
+    """Return layers of a trace and its index on a GPU; None: above `DEVICE_BYTES`."""
     index, kept = index_of(trace), trace.select_layers(layer_numbers)
     assert trace.token_ids is not None, "it has an index"
     row_bytes = kept.num_layers * kept.topk * kept.topk_indices.element_size()
     if index.nbytes + trace.token_ids.nbytes + row_bytes * trace.num_tokens > DEVICE_BYTES:
         return None
+    # Kept with the trace: all sessions share the copies, and all chunks share the index.
     key = (device, tuple(layer_numbers))
     if key not in trace.derived:
         if (device, "index") not in trace.derived:
@@ -188,7 +191,7 @@ def on_device(trace: RoutingTrace, layer_numbers: Sequence[int], device: torch.d
 
 
 class FoundRows(NamedTuple):
-    """The rows of one forward on this rank.
+    """The rows of a forward on this rank.
 
     Args:
         rows: [b, s] int64, -1: none.
@@ -204,11 +207,11 @@ class FoundRows(NamedTuple):
 
 
 class TokenReader:
-    """Reads the segments of forwards and their tokens, of all context-parallel ranks.
+    """Read the segments and tokens of forwards over all context-parallel ranks.
 
     Args:
-        padding_token_ids: tokens that padding may hold; None: not declared.
-        cp_partition_mode: how context-parallel ranks share sequences; None: as packed_seq_params say, else zigzag.
+        padding_token_ids: the tokens of padding; None: not declared.
+        cp_partition_mode: how context-parallel ranks share sequences; None: that of packed_seq_params, else zigzag.
     """
 
     def __init__(self, *, padding_token_ids: Sequence[int] | None, cp_partition_mode: Partition | None) -> None:
@@ -216,7 +219,7 @@ class TokenReader:
             raise LayoutError(f"MRR101: cp_partition_mode={cp_partition_mode!r} must be 'zigzag' or 'contiguous'.")
         self._padding: Tensor | None = None
         if padding_token_ids is not None:
-            # Of no tokens, torch would make floats.
+            # torch would make a float tensor of an empty list.
             given = padding_token_ids if len(padding_token_ids) else torch.empty(0, dtype=torch.int64)
             self._padding = as_integers(given, "padding_token_ids").reshape(-1).to(torch.int64)
         self._partition: Partition | None = cp_partition_mode
@@ -226,6 +229,12 @@ class TokenReader:
         return None if self._padding is None else to_device(self._padding, device)
 
     def places_of(self, inputs: ForwardInputs, shape: tuple[int, int], size: int, device: torch.device) -> Places:
+        """Return the Places of a forward, without lengths of a padding mask.
+
+        Args:
+            shape: [b, s] of this rank.
+            size: of the context-parallel group.
+        """
         partition: Any = self._partition or getattr(inputs.packed_seq_params, "cp_partition_mode", None) or "zigzag"
         chunk = getattr(inputs.packed_seq_params, "zigzag_cp_min_chunk_size", None)
         if partition not in ("zigzag", "contiguous") or (size > 1 and chunk):
@@ -244,9 +253,10 @@ class TokenReader:
     def lay_out(
         self, inputs: ForwardInputs, group: dist.ProcessGroup | None, size: int, device: torch.device
     ) -> tuple[Places, Tensor]:
-        """Return the segments of a forward, and the tokens of all context-parallel ranks in flat order."""
+        """Return the Places of a forward, and the tokens of all ranks in flat order."""
         ids = inputs.input_ids
         assert ids is not None, "checked"
+        # Packed sequences have bounds, so position_ids cut rows of a padded batch alone.
         mask, positions = inputs.padding_mask, inputs.position_ids if inputs.bounds is None else None
         if mask is not None and mask.numel() != ids.numel():
             mask = None  # of another layout than the tokens
@@ -271,10 +281,10 @@ class TokenReader:
 def number_tokens(
     reader: TokenReader, module: nn.Module, inputs: ForwardInputs, where: str, check: Callable[..., None]
 ) -> tuple[Tensor, Tensor]:
-    """Return how a recording numbers a forward's tokens: [b, s] from 0 in the order of its samples, -1: padding.
+    """Number the tokens of a recorded forward in the order of its samples.
 
     Returns:
-        The numbers on this rank, and the length of each segment's sample, [S].
+        The numbers on this rank, [b, s] int64 from 0, -1: padding; and the length of each segment's sample, [S].
 
     Raises:
         ReplayStateError: the call has no ids, or this stage has them in another layout than its hidden states.
@@ -291,13 +301,14 @@ def number_tokens(
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     places, tokens = reader.lay_out(inputs, group, size, ids.device)
     start, stop, is_doubtful = cut_samples(tokens, places, padding_token_ids=reader.padding_on(ids.device))
+    # A padding token in a sample, or a sample without its last token, would make a wrong trace: the caller must decide.
     check(
         is_doubtful.any(),
         f"MRR207: {where}: sequences begin or end with several equal tokens, so a recording cannot tell padding from "
         "samples. Give the model padding_mask or unpadded cu_seqlens_q, or say mrr.record(..., padding_token_ids=[...]), "
         "where [] says that there is no padding.",
     )
-    # Where a sample is: +1 at its start, -1 at its end.
+    # +1 at a sample's start, -1 at its end: the cumulative sum is 1 inside of samples.
     edges = torch.zeros(tokens.numel() + 1, dtype=torch.int64, device=tokens.device)
     edges = edges.index_add_(0, start, torch.ones_like(start)).index_add_(0, stop, -torch.ones_like(stop))
     is_token = edges.cumsum(0)[:-1] > 0
@@ -306,12 +317,12 @@ def number_tokens(
 
 
 class Follower(TokenReader):
-    """Finds the rows of a session's forwards.
+    """Find the trace rows of a session's forwards.
 
     Args:
         trace: of the session.
-        padding_token_ids: tokens that padding may hold; None: padding is one token, the same in all forwards.
-        cp_partition_mode: how context-parallel ranks share sequences; None: as packed_seq_params say, else zigzag.
+        padding_token_ids: the tokens of padding; None: padding is one token, the same in all forwards.
+        cp_partition_mode: how context-parallel ranks share sequences; None: that of packed_seq_params, else zigzag.
         check: raises at once on the CPU, at the end of the session on a GPU.
     """
 
@@ -328,12 +339,12 @@ class Follower(TokenReader):
         self._check = check
         self._token: Tensor | None = None  # on a GPU, the padding token that was seen, [1], -1: none
         self._evidence = PaddingEvidence()
-        self._waiting: list[tuple[_Forward, Located]] = []  # on a GPU, forwards that are judged at the end
+        self._waiting: list[tuple[_Forward, Located]] = []  # on a GPU, forwards that `problems` checks at the end
         self._compared: set[tuple[int, int, int]] = set()
         self._has_warned = False
 
     def find(self, module: nn.Module, inputs: ForwardInputs, trace: RoutingTrace, where: str) -> FoundRows:
-        """Return the rows of one forward.
+        """Return the FoundRows of a forward.
 
         Args:
             module: the innermost chunk.
@@ -382,6 +393,7 @@ class Follower(TokenReader):
             assert shape is not None, "a later stage"
             places, located, live = self._in_layout(inputs, located, live, shape, size, device, where)
         rows, padding = located.rows(places, live)
+        # On a GPU a tensor: an int would need a synchronization.
         num_rivals = located.has_rivals.sum()
         return FoundRows(
             rows=places.of_rank(rows, rank),
@@ -400,8 +412,9 @@ class Follower(TokenReader):
         device: torch.device,
         where: str,
     ) -> tuple[Places, Located, Tensor]:
-        """Return the samples of a raw batch at the places of the layout that a later stage computes, sample by sample."""
+        """Return the samples of a raw batch in the layout that a later stage computes."""
         places = self.places_of(inputs, shape, size, device)
+        # Sequences keep their order in both layouts; packed ones have one segment more, of padding.
         missing = places.begin.numel() - live.numel()
         if missing not in (0, 1):
             raise LayoutError(
@@ -412,12 +425,16 @@ class Follower(TokenReader):
         located = Located(*columns)._replace(start=torch.zeros_like(places.begin))
         return places, located, torch.nn.functional.pad(live, (0, missing))
 
-    # ---- what a segment may hold
+    # ---- checks of segments
     def _judge(self, located: Located, forward: _Forward) -> Any:
-        """Judge the segments of a forward, on a GPU at the end; return which of their single tokens is live, [S] of 0 or 1.
+        """Check the segments of a forward; return the number of their live tokens.
 
-        A single token after a whole sample was appended to it, unless it is the padding token.
+        On a GPU, the checks run at the end of the session.
+
+        Returns:
+            [S] of 0 or 1, or 0 for all.
         """
+        # A single token after a whole sample was appended to it, unless it is the padding token.
         is_single = located.is_single
         if is_single.device.type == "cpu":
             segments = located.segments()
@@ -431,6 +448,8 @@ class Follower(TokenReader):
         self._waiting.append((forward, located))
         if self._padding is not None:
             return 0
+        # The GPU's form of `PaddingEvidence`: several tokens in a row after a whole sample, before a sample, or alone are
+        # padding. The greatest is used; if there are different ones, `problems` returns an error.
         is_certain = (located.padding > 1) & ((located.is_whole > 0) | (located.count == 0))
         tokens = [torch.where(is_certain, located.last, -1)]
         if forward.is_padded_left:
@@ -440,13 +459,14 @@ class Follower(TokenReader):
         return is_single * (located.last != self._token)
 
     def _problem_of(self, forward: _Forward, segments: list[Located]) -> str:
-        """Return why a forward cannot be followed, from the numbers of its segments; "": it can be so far."""
+        """Return the error text of a forward, "": none so far."""
         if not all(each.is_explained for each in segments):
             return self._unexplained(forward, segments)
         for number, segment in enumerate(segments):
             if segment.has_rivals and (problem := self._unlike_rivals(segment)):
                 return f"MRR208: {forward.at(number, segment)}: {problem}"
             if self._padding is not None:
+                # Doubt after the sample: `locate` does not explain such a segment.
                 doubt = "before" if segment.other_starts else ""
             else:
                 doubt = self._evidence.add(segment, forward, number)
@@ -455,7 +475,7 @@ class Follower(TokenReader):
         return "" if self._padding is not None else self._evidence.problem(at_end=False)
 
     def _unexplained(self, forward: _Forward, found: Located | list[Located]) -> str:
-        """Return why the first segment that is not explained cannot be followed."""
+        """Return the error text of the first unexplained segment, "": none."""
         segments = found.segments() if isinstance(found, Located) else found
         numbers = [number for number, each in enumerate(segments) if not each.is_explained]
         if not numbers:
@@ -504,7 +524,8 @@ class Follower(TokenReader):
         return f"sample {sample}" + (f" ({ids[sample]!r})" if ids is not None else "")
 
     def _unlike_rivals(self, segment: Located) -> str:
-        """Return why samples that fit a segment cannot stand for each other; "": their routes are alike."""
+        """Return how samples of a segment have unlike routes, "": they are alike."""
+        # Micro-batches of a rollout repeat prompts: compare each prefix once in a session.
         key = (segment.row, segment.count, segment.is_whole)
         if key in self._compared:
             return ""
@@ -520,22 +541,22 @@ class Follower(TokenReader):
         return ""
 
     def problems(self) -> list[str]:
-        """Return what only shows when all forwards have run; on a GPU, this waits for the device."""
+        """Return the error texts that depend on all forwards; this synchronizes a GPU."""
         found = [self._problem_of(forward, located.segments()) for forward, located in self._waiting]
-        # What is unexplained is raised by the check of its forward.
+        # The check of a forward raises for segments without an explanation; only `_undecided` has "may belong".
         found = [each for each in found if not each.startswith("MRR206: ") or "may belong" in each]
         return [each for each in [*dict.fromkeys(found), self._evidence.problem(at_end=True)] if each]
 
 
 class _Forward(NamedTuple):
-    """A forward in messages: its rank, chunk and micro-batch, its [b, s], and whether padding on its left was searched."""
+    """The name of a forward in messages, its [b, s], and if left padding is searched."""
 
     where: str
     shape: tuple[int, int]
     is_padded_left: bool
 
     def at(self, number: int, segment: Located) -> str:
-        """Name the first token after the known ones of a segment."""
+        """Return a name for the first token after the known ones of a segment."""
         rank, local = divmod(segment.at, max(1, self.shape[0] * self.shape[1]))
         row, position = divmod(local, max(1, self.shape[1]))
         of_rank = f" of context-parallel rank {rank}" if rank else ""
@@ -543,26 +564,28 @@ class _Forward(NamedTuple):
 
 
 class PaddingEvidence:
-    """The tokens that forwards of a session show as padding, where none is declared: padding is one token.
-
-    Each dict has a token and the first place of it. `strong`: several in a row before or after samples, so it is the padding
-    token. `weak`: one of it, or where a sequence leaves its sample; it must be the padding token. `excluded`: a sample begins
-    with it, so it must not be. `disputed`: another sample ends before it; another token must be the padding token.
-    """
+    """The tokens that a session's forwards show as padding, where none is declared."""
 
     def __init__(self) -> None:
+        # Each token with its first place. Several in a row before or after samples: it is the padding token.
         self._strong: dict[int, str] = {}
+        # One before or after a sample, or where a sequence leaves its sample: it must be the padding token.
         self._weak: dict[int, str] = {}
+        # A sample begins with it: it must not be the padding token.
         self._excluded: dict[int, str] = {}
+        # Another sample ends before it: another token must be the padding token.
         self._disputed: dict[int, str] = {}
 
     @property
     def token(self) -> int:
-        """The padding token that was seen, -1: none."""
+        """Return the padding token that was seen first, -1: none."""
         return next(iter(self._strong), -1)
 
     def add(self, segment: Located, forward: _Forward, number: int) -> str:
-        """Add a segment that is explained; return on which side of its sample tokens may belong to another, "": none."""
+        """Add an explained segment; return the side with doubtful tokens, "": none.
+
+        Doubtful tokens may be padding or belong to a different sample.
+        """
         start = segment.start if forward.is_padded_left else 0
         if not (segment.padding or start or segment.other_starts or segment.num_ends):
             return ""
@@ -575,6 +598,7 @@ class PaddingEvidence:
             self._disputed.setdefault(segment.last, where)
         if segment.padding > 1 and (segment.is_whole or not segment.count):
             self._strong.setdefault(segment.last, where)
+        # A single token after a whole sample may have been appended to it, so it is no evidence.
         elif segment.padding and not (segment.is_whole and segment.padding == 1 and not segment.extra):
             self._weak.setdefault(segment.last, where)
         if start:
@@ -582,7 +606,7 @@ class PaddingEvidence:
         return ""
 
     def problem(self, *, at_end: bool) -> str:
-        """Return what contradicts one padding token in the forwards so far; "": nothing does."""
+        """Return the error text if padding is not one token, "": it is."""
         declare = "Say mrr.replay(..., padding_token_ids=[...]), or give the model padding_mask."
         if len(self._strong) > 1:
             (one, first), (other, second) = list(self._strong.items())[:2]
@@ -591,6 +615,7 @@ class PaddingEvidence:
                 f"{other}, and padding is one token. {declare}"
             )
         known = next(iter(self._strong), None)
+        # Before the end, a later forward may still show the padding token.
         for token, where in self._weak.items() if known is not None or at_end else ():
             if token != known:
                 seen_as = f"padding is token {known} elsewhere" if known is not None else "no other place shows padding"
@@ -609,15 +634,17 @@ class PaddingEvidence:
 
 
 def unlike(trace: RoutingTrace, first: int, other: int, count: int) -> str:
-    """Return why the first `count` rows of two samples are not those of one run with noise; "": they may be."""
+    """Return how `count` rows of two samples differ beyond noise, "": they do not."""
     one, two = slice(first, first + count), slice(other, other + count)
     versions = trace.weight_version
     if versions is not None and not torch.equal(versions[one], versions[two]):
         at = int((versions[one] != versions[two]).nonzero()[0])
         return f"were generated with different weights ({int(versions[first + at])} and {int(versions[other + at])})"
     both = trace.replay_mask[one] & trace.replay_mask[two]
+    # Sorted, because the order of a token's experts is no difference.
     routes = [trace.topk_indices[rows].sort(dim=2).values for rows in (one, two)]
     differ = ((routes[0] != routes[1]).any(dim=2) & both.unsqueeze(1)).sum(1)
+    # By windows, because equal routes of a long prompt would hide a short part that differs.
     for begin in range(0, count, _WINDOW):
         window = slice(begin, begin + _WINDOW)
         number = int(both[window].sum()) * trace.num_layers

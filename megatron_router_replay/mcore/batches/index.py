@@ -1,16 +1,11 @@
-"""Find the trace rows of a forward's tokens: prefix keys, and the samples that segments of a batch hold.
+"""Find the trace rows of a forward's tokens by keys of their prefixes.
 
     a trace's tokens and samples                -> PrefixIndex    sorted keys, once a trace
     [b, s], cu_seqlens, padding_mask, ranks     -> Places         segments, and the positions of each rank
     PrefixIndex, Places, tokens                 -> Located        the sample of each segment, the row of each position
 
-Routing is causal, so the tokens up to a position address its row. The key of a prefix that begins at position a is
-
-    sum of hash(token[i]) * BASE ** (i - a) for i >= a          64 bits, wrapping
-
-One cumulative sum over a batch gives every key, wherever segments begin. A key only finds a row: the session then compares
-every token with the trace's, so a collision raises. All of it is tensor arithmetic on one device. On a GPU, the host never
-waits; on the CPU, work that a batch does not need is skipped.
+All of it is tensor arithmetic on one device. It does not synchronize a GPU; on the CPU, it skips work that a batch does not
+need.
 """
 
 from __future__ import annotations
@@ -28,16 +23,19 @@ from torch import Tensor
 from megatron_router_replay.errors import LayoutError
 
 _BASE = 6364136223846793005
-"""5 modulo 8, so that its powers do not repeat. Source: the multiplier of Knuth's MMIX generator."""
+"""5 modulo 8: the period of its powers is the longest, 2 ** 62. Source: the multiplier of Knuth's MMIX generator."""
 
 _MAX_SEGMENTS = 4096
-"""Segments that restarts of position_ids may make on a GPU, where the host cannot count them."""
+"""The most segments that restarts of position_ids may add on a GPU, where the host cannot count them."""
 
 Partition = Literal["zigzag", "contiguous"]
 
 
+# Routing is causal, so the tokens up to a position identify its row. The key of a prefix that begins at position a is
+#     sum of hash(token[i]) * _BASE ** (i - a) for i >= a,         in 64 bits, wrapping.
+# A key only finds a row: the session compares every token with the trace's, so a collision raises.
 class _PrefixSums:
-    """The cumulative sum of tokens' hashes, from which the key of any range of tokens is one subtraction and one product.
+    """Compute the keys of ranges of tokens from a cumulative sum of hashes.
 
     Args:
         tokens: [n] integers, n > 0.
@@ -56,7 +54,8 @@ class _PrefixSums:
         torch.cumsum(hashes, 0, out=self._sums[1:])
 
     def origin(self, begin: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a begin's sum and the factor that makes differences to it independent of its position."""
+        """Return the sum before `begin`, and the factor that removes it from keys."""
+        # _BASE ** (size - begin) * _BASE ** (-size - 1) is _BASE ** (-begin - 1): one inverse for all begins.
         factor = pow(_BASE, -self._size - 1, 1 << 64)
         factor -= (factor >> 63) << 64  # as int64
         return self._sums.take(begin), self._powers.take((self._size - 1 - begin).clamp_(min=0)).mul_(factor)
@@ -67,15 +66,15 @@ class _PrefixSums:
 
     def keys_by_segment(self, starts: Tensor, lengths: Tensor) -> Tensor:
         """Return the key of every prefix of segments that fill the tokens, [n]."""
+        # Without output_size, repeat_interleave would synchronize a GPU to add up the lengths.
         base, factor = (torch.repeat_interleave(each, lengths, output_size=self._size) for each in self.origin(starts))
         return (self._sums[1:] - base).mul_(factor)
 
 
 class PrefixIndex:
-    """The prefix keys of a trace's rows, sorted: 12 bytes a row, 16 in traces of 2 ** 29 rows or more.
+    """Sort the rows of a trace by the keys of their prefixes.
 
-    An entry is row * 4, + 1 if the sample ends there, + 2 if several samples have this prefix (and end there as well). The
-    first entry of a key counts: that of a sample which ends there, else that of the trace's first sample.
+    It has 12 bytes a row, 16 in traces of 2 ** 29 rows or more.
 
     Args:
         token_ids: [num_rows] integers, none below 0.
@@ -88,6 +87,8 @@ class PrefixIndex:
         self.bounds = [0, *accumulate(sequence_lengths)]
         # One entry more than rows, with the greatest key, so that every search ends at an entry.
         self._keys = torch.full((num_rows + 1,), torch.iinfo(torch.int64).max, device=device)
+        # An entry is row * 4, + 1 if its sample ends there, + 2 if several samples have this prefix (and end there as well).
+        # Two bits are flags, so int32 suffices below 2 ** 29 rows.
         self._entries = torch.zeros(
             num_rows + 1, dtype=torch.int32 if num_rows < 1 << 29 else torch.int64, device=device
         )
@@ -110,16 +111,20 @@ class PrefixIndex:
         self._read_starts(starts, ends)
 
     def _mark_ends(self, keys: Tensor, rows: Tensor) -> None:
-        """Let the first entry of each key be that of a sample which ends there."""
+        """Set the first entry of a key to a sample that ends there, if there is one."""
+        # `find` reads the first entry alone, so a whole sample must come before samples that continue.
         keys, order = keys.sort(stable=True)
         first, end = torch.searchsorted(keys, keys), torch.searchsorted(keys, keys, right=True)
         at = torch.searchsorted(self._keys, keys)
+        # Samples with equal tokens write equal entries: `first` is the trace's first of them.
         self._entries[at] = (rows[order[first]] * 4 + 1 + 2 * (end - first > 1)).to(self._entries.dtype)
+        # More rows than ends have this key: a sample begins with all tokens of another.
         num_rows = torch.searchsorted(self._keys[:-1], keys, right=True) - at
         self.has_nested_samples = bool((num_rows > end - first).any())
 
     def _read_starts(self, starts: Tensor, ends: Tensor) -> None:
-        """Set the lengths of the equal tokens that samples begin with, on which padding on the left depends."""
+        """Set `start_runs`, the numbers of equal tokens that samples begin with."""
+        # Padding on the left may be the token that a sample begins with: `locate` tries a start for each of these numbers.
         tokens = self.token_ids
         changes = (tokens[1:] != tokens[:-1]).nonzero().squeeze(1) + 1
         changes = torch.cat([changes, ends[-1:]])
@@ -134,7 +139,8 @@ class PrefixIndex:
         self.may_lose_a_run = bool(loses_all) or len(begins) > len({token for token, _ in begins})
 
     def to(self, device: torch.device) -> PrefixIndex:
-        """Return a copy on a device."""
+        """Return the PrefixIndex on a device."""
+        # Without __init__, which would sort again.
         copied = object.__new__(PrefixIndex)
         vars(copied).update(
             {name: each.to(device) if isinstance(each, Tensor) else each for name, each in vars(self).items()}
@@ -143,25 +149,31 @@ class PrefixIndex:
 
     @property
     def device(self) -> torch.device:
-        """The device of its tensors."""
+        """Return the device of the tensors."""
         return self._keys.device
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its tensors."""
+        """Return the bytes of all tensors."""
         return sum(each.nbytes for each in vars(self).values() if isinstance(each, Tensor))
 
     def find(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the first entry at or after each key, and whether it has that key."""
+        """Return the first entry at or after each key, and a mask of equal keys."""
         at = torch.searchsorted(self._keys, keys)
         return self._entries.take(at), self._keys.take(at) == keys
 
     def rivals(self, row: int, count: int, *, is_whole: bool) -> list[int]:
-        """Return the first rows of all samples that begin with `count` rows from `row` on, and end there if `is_whole`."""
+        """Return the first rows of all samples that begin with a prefix.
+
+        Args:
+            row, count: the prefix, as rows of the trace.
+            is_whole: return only samples that end with this prefix.
+        """
         sums = _PrefixSums(self.token_ids[row : row + count])
         bounds = torch.tensor([0, count], device=self.device)
         key = sums.keys(sums.origin(bounds[:1]), bounds[1:])
         first, end = torch.searchsorted(self._keys, key), torch.searchsorted(self._keys, key, right=True)
+        # A set, because the first entry may repeat a later one, see `_mark_ends`.
         last_rows = {each >> 2 for each in self._entries[int(first) : int(end)].tolist()}
         return [
             last + 1 - count
@@ -177,7 +189,9 @@ class PrefixIndex:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Places:
-    """The segments of one forward, in flat positions over all context-parallel ranks: rows of the batch, or packed sequences.
+    """The segments of a forward: rows of the batch, or packed sequences.
+
+    Flat positions count over all context-parallel ranks, segment after segment.
 
     Args:
         begin, end: [S] int64, the flat positions of each segment; segments follow one another.
@@ -204,7 +218,10 @@ class Places:
     def padded(
         cls, shape: tuple[int, int], *, device: torch.device, cp_size: int = 1, partition: Partition = "zigzag"
     ) -> Places:
-        """Return the rows of a [b, s] batch, of which each context-parallel rank has a part of every row."""
+        """Return the Places of a [b, s] batch, a segment for each row.
+
+        Each context-parallel rank has a part of every row.
+        """
         bounds = torch.arange(shape[0] + 1, device=device) * (shape[1] * cp_size)
         return cls(
             begin=bounds[:-1],
@@ -225,21 +242,22 @@ class Places:
         cp_size: int = 1,
         partition: Partition = "zigzag",
     ) -> Places:
-        """Return packed sequences, and one more segment with the positions after the last of them, which are padding.
+        """Return the Places of packed sequences, a segment for each and one of padding.
 
         Args:
             shape: [1, n] of this rank's input_ids.
             cu_seqlens: [num_seqs + 1] integers, where the sequences start, over all ranks, padding counted.
-            unpadded: [num_seqs + 1], the same without padding. Where it equals cu_seqlens everywhere, it says nothing: some
-                trainers give the padded one twice.
+            unpadded: [num_seqs + 1], the same without padding. It is ignored if it equals cu_seqlens everywhere: some
+                trainers pass the padded one twice.
 
         Raises:
             LayoutError: cu_seqlens reach beyond the row, or a sequence cannot be split in zigzag; on the CPU alone.
         """
         total = shape[0] * shape[1] * cp_size
         starts = cu_seqlens.to(torch.int64)
-        if starts.device.type == "cpu":
+        if starts.device.type == "cpu":  # on a GPU, the check would synchronize
             _check_bounds(starts, total, cp_size, partition)
+        # The last segment is the rest of the row. It stops where it begins, so all of it is padding.
         bounds = torch.cat([starts, torch.full_like(starts[:1], total)])
         is_bounded, stop = None, torch.cat([starts[1:], starts[-1:]])
         if unpadded is not None:
@@ -257,7 +275,9 @@ class Places:
         )
 
     def cut(self, position_ids: Tensor) -> Places:
-        """Return the places with a new segment wherever positions restart at 0 after a number above 0.
+        """Return the Places with a new segment wherever positions restart at 0.
+
+        A 0 after a 0 begins no segment.
 
         Args:
             position_ids: [total] integers in flat order.
@@ -269,17 +289,19 @@ class Places:
         if begins.device.type == "cpu":
             if not bool(begins.any()):
                 return self
+            # Column 0: every row of the batch begins a segment.
             begin = begins.index_fill_(1, begin[:1], True).flatten().nonzero().squeeze(1)
-        else:  # without a wait, the number of segments is not known
+        else:  # without a synchronization, the number of segments is not known
             at = torch.arange(total, device=begins.device)
             most = min(total, _MAX_SEGMENTS + begin.numel())
             begins = begins.view(-1).index_fill_(0, begin, True)
+            # Surplus segments begin and end at `total`: they are empty.
             begin, overflow = torch.where(begins, at, total).sort().values[:most], begins.sum() > most
         end = torch.cat([begin[1:], torch.full_like(begin[:1], total)])
         return replace(self, begin=begin, end=end, stop=end, overflow=overflow)
 
     def bound(self, padding_mask: Tensor) -> Places:
-        """Return the places with the lengths that a mask tells: from the first to the last position outside of it.
+        """Return the Places with lengths: from first to last token outside of a mask.
 
         Args:
             padding_mask: [total] bool in flat order, True: padding.
@@ -288,13 +310,14 @@ class Places:
         before = torch.zeros(padding_mask.numel() + 1, dtype=torch.int64, device=padding_mask.device)
         torch.cumsum(~padding_mask, 0, out=before[1:])
         first, last = before.take(self.begin), before.take(self.end)
+        # `before` rises by 1 after each token, so a search finds a segment's first and last token.
         start = torch.searchsorted(before, first + 1) - 1 - self.begin
         stop = torch.minimum(torch.searchsorted(before, last), self.stop)
         start, stop = torch.where(last > first, start, 0), torch.where(last > first, stop, self.begin)
         return replace(self, start=start, stop=stop, is_bounded=torch.ones_like(stop, dtype=torch.bool))
 
     def segments(self) -> Tensor:
-        """Return the segment of each flat position, [total] int64."""
+        """Return the segment's number of each flat position, [total] int64."""
         total = self.shape[0] * self.shape[1] if self.flat is None else self.flat.numel()
         return torch.repeat_interleave(self.end - self.begin, output_size=total)
 
@@ -322,6 +345,7 @@ def _check_bounds(bounds: Tensor, total: int, cp_size: int, partition: Partition
         raise LayoutError(
             f"MRR204: cu_seqlens {bounds.tolist()} do not fit a packed row of {total} positions: they must rise from 0."
         )
+    # Zigzag gives each rank two of 2 * cp_size equal chunks.
     multiple = 2 * cp_size if cp_size > 1 and partition == "zigzag" else 1
     if multiple > 1 and bool((lengths % multiple).any()):
         raise LayoutError(
@@ -333,7 +357,7 @@ def _check_bounds(bounds: Tensor, total: int, cp_size: int, partition: Partition
 def _flat_positions(
     bounds: Tensor, shape: tuple[int, int], cp_size: int, partition: Partition, *, is_packed: bool = False
 ) -> Tensor | None:
-    """Return the flat position of each local position of each rank, [cp_size, n]; None: one rank has all, in order.
+    """Return the flat positions of each rank, [cp_size, n]; None: one rank has all.
 
     Args:
         bounds: [S + 1], where segments start over all ranks; of packed sequences the last segment is the rest of the row.
@@ -350,18 +374,21 @@ def _flat_positions(
     ranks = torch.arange(cp_size, device=bounds.device).unsqueeze(1)
     if is_packed and partition == "contiguous":  # ranks cut the whole row, without regard to sequences
         return ranks * num_local + at
+    # A rank has 1 / cp_size of each segment, so its local bounds are the flat ones divided.
     segment = torch.searchsorted(bounds[1:] // cp_size, at, right=True)
     begin, length = bounds[segment], bounds[segment + 1] // cp_size - bounds[segment] // cp_size
     offset, half = at - begin // cp_size, length // 2
     in_turn = ranks * length + offset
     if partition == "contiguous":
         return begin + in_turn
+    # Rank r has chunks r and 2 * cp_size - 1 - r. The rest of a packed row need not have a multiple of 2 * cp_size
+    # positions, so it is split in turn.
     zigzag = torch.where(offset < half, ranks * half + offset, (2 * cp_size - 2 - ranks) * half + offset)
     return begin + (torch.where(segment == bounds.numel() - 2, in_turn, zigzag) if is_packed else zigzag)
 
 
 class Located(NamedTuple):
-    """The sample of each segment: [S] int64 each, or numbers of one segment.
+    """The sample of each segment: [S] int64 each, or ints of a single segment.
 
     Args:
         start: positions of padding before the sequence.
@@ -371,7 +398,7 @@ class Located(NamedTuple):
         padding: tokens after these that may be padding, in a segment whose length is not known.
         num_ends: samples that end at the last known token, or before it where padding may begin.
         is_explained: 1: each token is known, one more after a whole sample, or may be padding.
-        other_starts: 1: with other padding on the left, the segment holds a sample as well.
+        other_starts: 1: with other padding on the left, the segment is explained as well.
         first, after, last: the first token, the first after the known ones, and the last before the segment's stop.
         at: the flat position after the known tokens, by rank: rank * n + local position.
     """
@@ -391,37 +418,40 @@ class Located(NamedTuple):
 
     @property
     def is_whole(self) -> Any:
-        """1: the known tokens are all of a sample."""
+        """Return 1 where the known tokens are all of a sample."""
         return (self.count > 0) & self.entry & 1
 
     @property
     def has_rivals(self) -> Any:
-        """1: several samples begin with these tokens, and end here or not as the first of them does."""
+        """Return 1 where several samples begin with these tokens.
+
+        If the first of them ends here, only samples that end here count.
+        """
         return (self.count > 0) & (self.entry >> 1) & 1
 
     @property
     def is_single(self) -> Any:
-        """1: one token that may be padding follows a whole sample, or was appended to it."""
+        """Return 1 where one token, padding or appended, follows a whole sample."""
         return self.is_whole * (self.extra == 0) * (self.padding == 1)
 
     @property
     def row(self) -> Any:
-        """The trace row of the first known token."""
+        """Return the trace row of the first known token."""
         return (self.entry >> 2) - self.count + 1
 
     def segments(self) -> list[Located]:
-        """Return the numbers of each segment; on a GPU, this waits for the device."""
+        """Return a Located of ints for each segment; this synchronizes a GPU."""
         return [Located(*each) for each in torch.stack(list(self), 1).tolist()]
 
     def rows(self, places: Places, live: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the trace row of each flat position, -1: none, and whether it is padding; [total] each.
+        """Return the trace rows and padding of all flat positions, [total] each.
 
         Args:
-            places: where the segments stand; of a later pipeline stage, in another layout than that of the tokens.
+            places: of the segments; on a later pipeline stage, in another layout than that of the tokens.
             live: [S], tokens after the known ones that are routed live.
 
         Returns:
-            The rows, and padding; None: no position has padding, nor a row of -1.
+            The rows, -1: none, and a mask of padding; None: no position has padding, nor a row of -1.
         """
         segment, first = places.segments(), places.begin + self.start
         tail, on_host = first + self.count, segment.device.type == "cpu"
@@ -431,10 +461,11 @@ class Located(NamedTuple):
             return values.index_select(0, segment)
 
         rows = at + spread(self.row - first)
+        # On the CPU, a sum is cheaper than the masks; on a GPU, it would synchronize.
         if on_host and int(self.count.sum()) == rows.numel():
             return rows, None
         padding = no_row = at >= spread(tail)
-        if not on_host or bool(live.any()):
+        if not on_host or bool(live.any()):  # live tokens have no row and are no padding
             padding = at >= spread(tail + live)
         if not on_host or bool(self.start.any()):
             before = at < spread(first)
@@ -443,21 +474,24 @@ class Located(NamedTuple):
 
 
 def locate(index: PrefixIndex, tokens: Tensor, places: Places, *, padding_token_ids: Tensor | None = None) -> Located:
-    """Return which sample each segment holds: the one that its last known prefix belongs to.
+    """Return the Located of segments: the sample with the longest known prefix.
 
     Args:
         tokens: [total] integers in flat order, on the index's device.
-        padding_token_ids: [n] integers, the only tokens that padding may hold; None: not declared, so padding is one token.
+        padding_token_ids: [n] integers, the only tokens of padding; None: not declared, so padding is one token.
     """
     search = _Search(index, tokens, places, padding_token_ids)
     zero = torch.zeros_like(places.begin)
     if places.start is not None or not places.padded_left:
         return search.locate((zero if places.start is None else places.start).unsqueeze(0))
+    # If no sample begins like another one without its first tokens, a start without padding that explains a segment is the
+    # only one.
     if search.on_host and not index.may_lose_a_run:
         located = search.locate(zero.unsqueeze(0))
         if bool(located.is_explained.all()):
             return located
     run = search.runs.leading(places.begin, places.end)
+    # All of the run is padding, or its last tokens are the sample's first: as many as a sample of the trace begins with.
     starts = [zero, run, *((run - known).clamp(min=0) for known in index.start_runs)]
     return search.locate(torch.stack(starts))
 
@@ -465,7 +499,9 @@ def locate(index: PrefixIndex, tokens: Tensor, places: Places, *, padding_token_
 def cut_samples(
     tokens: Tensor, places: Places, *, padding_token_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return from where to where each segment holds a sample, [S] each, and whether its ends may be padding instead.
+    """Return start and stop of segments' samples, and a mask of doubtful ones; [S].
+
+    A sample is doubtful if several equal tokens at its ends may be padding.
 
     Args:
         tokens, places: as for `locate`.
@@ -479,6 +515,7 @@ def cut_samples(
     start = places.begin + (0 if places.start is None else places.start)
     is_bounded = torch.zeros_like(stop, dtype=torch.bool) if places.is_bounded is None else places.is_bounded
     if padding_token_ids is None:
+        # A single token at an end is the sample's; several equal ones may be padding.
         return start, stop, ~is_bounded & ((stop - padding_from > 1) | (run > 1))
     start = torch.where(is_bounded, start, start + run)
     stop = torch.where(is_bounded, stop, torch.maximum(padding_from, start))
@@ -486,12 +523,13 @@ def cut_samples(
 
 
 def _never_empty(tokens: Tensor) -> Tensor:
-    """Return the tokens, or one of a forward without any: its segments are empty and look at none."""
+    """Return the tokens as int64, or a single one if there are none."""
+    # `take` needs an element; empty segments do not use its result.
     return tokens.to(torch.int64) if tokens.numel() else torch.full((1,), -1, device=tokens.device)
 
 
 class _Runs:
-    """The ranges of a batch that padding may fill: declared tokens, or one token in a row.
+    """Find the ranges that padding may fill: declared tokens, or equal ones.
 
     Args:
         tokens: [n] int64, n > 0.
@@ -506,18 +544,20 @@ class _Runs:
         torch.cumsum(ends, 0, out=self._counts[1 + self._shift :])
 
     def trailing(self, begin: Tensor, stop: Tensor) -> Tensor:
-        """Return the flat position from which all tokens before `stop` may be padding, not below `begin`."""
+        """Return the flat position where padding up to `stop` may begin."""
+        # The counts are constant over a run, so a search finds its first position.
         return torch.maximum(torch.searchsorted(self._counts, self._counts.take(stop)) - self._shift, begin)
 
     def leading(self, begin: Tensor, end: Tensor) -> Tensor:
-        """Return how many tokens from `begin` on may be padding; 0 where all up to `end` may be."""
+        """Return the length of possible padding from `begin` on; 0 if it reaches `end`."""
         here = (begin + self._shift).clamp_(max=self._counts.numel() - 1)
         past = torch.searchsorted(self._counts, self._counts.take(here), right=True) - 1
+        # Where all of a segment may be padding, `trailing` finds it.
         return torch.where(past >= end, 0, past - begin)
 
 
 class _Search:
-    """One call of `locate`: the sums and runs that every candidate shares."""
+    """A call of `locate`, with the sums and runs that all its candidates share."""
 
     def __init__(self, index: PrefixIndex, tokens: Tensor, places: Places, padding: Tensor | None) -> None:
         self._index, self._places, self._padding = index, places, padding
@@ -527,11 +567,15 @@ class _Search:
 
     @cached_property
     def runs(self) -> _Runs:
-        """The ranges that padding may fill."""
+        """Return the ranges that padding may fill."""
         return _Runs(self._tokens, self._padding)
 
     def locate(self, starts: Tensor) -> Located:
-        """Return the best of several candidates, [C, S] positions of padding on the left of each segment."""
+        """Return the Located of the best candidates.
+
+        Args:
+            starts: [C, S], positions of padding on the left of each segment.
+        """
         places, stop = self._places, self._places.stop
         first = torch.minimum(places.begin + starts, stop)
         origin = self._sums.origin(first)
@@ -545,7 +589,10 @@ class _Search:
         count, extra = tail - first, (padding_from - tail).clamp_(min=0)
         padding, is_known = stop - torch.maximum(padding_from, tail), count > 0
         before, last = self._token(places.begin), self._token(stop - 1)
+        # One token more may follow a whole sample, bit 0 of its entry. A segment of padding alone is explained by one
+        # candidate, that without padding on the left.
         is_explained = (extra <= (entry & is_known)) & (is_known | (starts == 0))
+        # Where several samples end before declared padding, its first tokens may be a sample's.
         if self._padding is not None and self._index.has_nested_samples:
             is_explained &= num_ends <= 1
         if self._padding is None and starts.shape[0] > 1:  # both sides are padded with one token
@@ -570,8 +617,9 @@ class _Search:
         return self._tokens.take(at.clamp(0, self._tokens.numel() - 1))
 
     def _locate_known(self, first: Tensor, origin: tuple[Tensor, Tensor]) -> Located | None:
-        """Return the samples if the host can see that all tokens are known: then nothing else has to be judged."""
+        """Return the Located of a batch if all its tokens are known, else None."""
         places, stop = self._places, self._places.stop
+        # The CPU's shortcut: on a GPU, the test would synchronize.
         if not self.on_host or first.shape[0] > 1:
             return None
         if self._index.has_nested_samples and (places.is_bounded is None or not bool(places.is_bounded.all())):
@@ -584,12 +632,13 @@ class _Search:
         return Located(start, count, entry[0].long(), zero, zero, zero, zero + 1, zero, zero, zero, zero, at)
 
     def _find_tail(self, first: Tensor, origin: tuple[Tensor, Tensor], padding_from: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the flat position after the known tokens, and how many samples end there or before it in padding; [C, S].
+        """Return the flat position after known tokens, and the number of ends; [C, S].
 
-        What is known is monotone: a prefix of a known prefix is known. So on the CPU a few lookups where a sample is likely
-        to end decide most segments, and all positions of the others are looked up; on a GPU, of all.
+        Ends are samples that end there, or before it where padding may begin.
         """
         stop, tail, is_open = self._places.stop, first, None
+        # A prefix of a known prefix is known. So on the CPU, a few lookups where a sample is likely to end decide most
+        # segments. All positions of the remaining ones are looked up; on a GPU, of all segments.
         if self.on_host:
             likely = (padding_from, padding_from + 1, padding_from + 2, stop - 1, stop)
             least, most = (first + 1).unsqueeze(-1), stop.unsqueeze(-1)
@@ -599,7 +648,7 @@ class _Search:
             tail = torch.where(found, probes, least - 1).amax(-1)
             unknown = torch.where(found, most + 1, probes).amin(-1)
             is_open = unknown > tail + 1
-            if self._index.has_nested_samples:
+            if self._index.has_nested_samples:  # a shorter sample may end where padding begins
                 is_open |= padding_from < tail
             if not bool(is_open.any()):
                 return tail, torch.zeros_like(tail)
@@ -615,6 +664,7 @@ class _Search:
         end, zeros = at + 1, torch.zeros_like(first)
         entry, found = self._index.find(self._sums.keys((spread(origin[0]), spread(origin[1])), end))
         found &= (at >= spread(first)) & (at < spread(stop))
+        # All shorter prefixes are known, too, so their number is the length.
         known = first + zeros.index_add(1, segment, found.long())
         tail = known if is_open is None else torch.where(is_open, known, tail)
         if not self._index.has_nested_samples:
@@ -627,8 +677,9 @@ class _Search:
 
 
 def _best(found: Located) -> Located:
-    """Return the best of [C, S] candidates, [S]: explained, then without padding before it, then the longest."""
+    """Return the best of [C, S] candidates, [S]."""
     start, count, is_explained = found.start, found.count, found.is_explained
+    # In this order: explained, without padding on the left, in doubt because of several ends, the longest.
     score = count + (is_explained << 41) + ((is_explained * (start == 0)) << 40) + ((found.num_ends > 1).long() << 39)
     best = score.argmax(0, keepdim=True)
     chosen = Located(*(each.gather(0, best)[0] for each in found))

@@ -1,4 +1,4 @@
-"""The report of a session: counts of one rank, or of several together."""
+"""Report the counts of a session, of this rank or of several together."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ LOW_SHARE = 0.9
 
 
 class Decisions(TypedDict, total=False):
-    """Counts of (row, layer) pairs in a report. A logger gets each with `decisions_` in front.
+    """Counts of (row, layer) pairs in a report.
+
+    A logger gets each with the prefix `decisions_`.
 
     Args:
         recomputed: pairs among which flips were looked for; with ask_every_layer=True.
@@ -39,7 +41,9 @@ class Decisions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionReport:
-    """Counts of one session on this rank, or after `reduce` on several. A count that was not taken is None.
+    """Counts of a session on this rank, or after `reduce` on several.
+
+    A count that was not taken is None.
 
     Args:
         kind: "replay", "record" or "freeze_recompute".
@@ -75,24 +79,30 @@ class SessionReport:
 
     @property
     def tokens(self) -> int:
-        """Rows that the forwards routed."""
+        """Return the number of rows that the forwards routed, with padding."""
         return self.rows_replayed + self.rows_live + self.rows_padding
 
     @property
     def recompute_flips(self) -> int | None:
-        """Decisions that a live recompute would have changed. It needs ask_every_layer=True."""
+        """Return how many decisions a live recompute would have changed.
+
+        It is None without ask_every_layer=True.
+        """
         return sum(self.flips_of_layer.values()) if "recomputed" in self.decisions else None
 
     @property
     def replayed_share(self) -> float | None:
-        """Rows replayed / rows with a token, without padding. It is None for sessions that replay nothing, or no rows."""
+        """Return rows replayed / rows with a token, without padding.
+
+        It is None for sessions that replay nothing, and without rows.
+        """
         if self.kind != "replay":
             return None
         return share_of(self.rows_replayed, self.rows_live)
 
     @property
     def padding_share(self) -> float | None:
-        """Rows known to be padding / all rows; None without rows."""
+        """Return rows known to be padding / all rows; None without rows."""
         return self.rows_padding / self.tokens if self.tokens else None
 
     def reduce(self, *groups: dist.ProcessGroup | None) -> SessionReport:
@@ -113,7 +123,11 @@ class SessionReport:
         return summed
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the counts and shares as a dict. `agreement` is four numbers, where it was measured."""
+        """Return the counts and shares as a dict.
+
+        `agreement` is four numbers, where it was measured.
+        """
+        # `counted_at` is for `reduce` alone: it is a place, not a count.
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "counted_at"}
         agreement = values.pop("agreement")
         values |= {f"decisions_{name}": count for name, count in values.pop("decisions").items()}
@@ -123,7 +137,10 @@ class SessionReport:
         return values if agreement is None else values | agreement.to_dict()
 
     def metrics(self, prefix: str = "router_replay/") -> dict[str, float]:
-        """Return the measured numbers for a training logger. Keys begin with `prefix`; layer n has flips/layer_n."""
+        """Return the measured numbers for a training logger.
+
+        Keys begin with `prefix`; layer n has flips/layer_n.
+        """
         numbers = {name: value for name, value in self.to_dict().items() if isinstance(value, int | float)}
         if self.kind == "freeze_recompute":  # which sees no rows, so their counts are not measured
             numbers = {name: value for name, value in numbers.items() if not name.startswith(("rows_", "tokens"))}
@@ -133,6 +150,7 @@ class SessionReport:
     def table(self) -> Table:
         """Return the counts that `print(report)` shows, each with a remark."""
         rows = [("forwards / recomputes", f"{self.forwards:,}", f"/ {self.recomputes:,}")]
+        # Without a recompute a freeze has no effect, so point to the setting.
         if self.kind == "freeze_recompute" and not self.recomputes:
             rows.append(("nothing to freeze", "", "no router was recomputed: is activation checkpointing on?"))
         if self.kind == "replay":
@@ -170,12 +188,13 @@ class SessionReport:
 
 
 def share_of(rows_replayed: int, rows_live: int) -> float | None:
-    """Return the share of the rows with a token that were replayed; None: there is none."""
+    """Return rows replayed / rows with a token; None without such rows."""
     with_token = rows_replayed + rows_live
     return rows_replayed / with_token if with_token else None
 
 
 _COUNTS = [each.name for each in fields(SessionReport) if str(each.type) in ("int", "int | None")]
+# Counts of the batch, which other ranks repeat; routers and their forwards differ on each rank.
 _OF_BATCH = [name for name in _COUNTS if name not in ("routers", "forwards", "recomputes")]
 _REPLICAS = 1 << 20
 """More than the tensor-parallel ranks of a job: a place in `counted_at` is one number for `_add_up`."""
@@ -187,11 +206,11 @@ def _layers_of(report: SessionReport) -> list[int]:
 
 
 def _flat(report: SessionReport, top: int, *, counts: bool) -> dict[str, float]:
-    """Return a report as numbers that add up over ranks, by names that all ranks have alike.
+    """Return the numbers of a report by names that are equal on all ranks.
 
     Args:
         top: the highest layer number of all ranks.
-        counts: whether this rank counts rows, or others count them.
+        counts: True: this rank counts rows; False: another rank counts the same ones.
     """
     flat: dict[str, float] = {}
 
@@ -206,6 +225,7 @@ def _flat(report: SessionReport, top: int, *, counts: bool) -> dict[str, float]:
         put(f"decisions {name}", decisions.get(name))
     for name in ("samples", "samples_not_judged"):
         put(name, None if agreement is None else getattr(agreement, name) * counts)
+    # Also layers of other stages: the collective needs tensors of equal size on all ranks.
     for layer in range(top + 1):
         put(f"flips {layer}", report.flips_of_layer.get(layer))
         unit = None if agreement is None else agreement.layers.get(layer)
@@ -215,7 +235,7 @@ def _flat(report: SessionReport, top: int, *, counts: bool) -> dict[str, float]:
 
 
 def _add_up(report: SessionReport, reduce: Callable[[list[float], str], list[float]]) -> SessionReport:
-    """Return the sum of all ranks' reports.
+    """Return the SessionReport of all ranks, the sum of theirs.
 
     Args:
         reduce: (this rank's numbers, "max" or "sum") -> those of all ranks together.
@@ -226,6 +246,7 @@ def _add_up(report: SessionReport, reduce: Callable[[list[float], str], list[flo
     # Pipeline stages have different lowest layers, so the rows of the first layer are the batch's. Tensor-parallel ranks
     # without sequence parallelism have the same rows, as different replicas. All other ranks have different rows.
     at = math.inf if report.counted_at is None else report.counted_at[0] * _REPLICAS + report.counted_at[1]
+    # A minimum is the negative maximum of negatives, so one collective returns both.
     top, num_layers, least, first = reduce([*highest, -math.inf if sample is None else -sample, -at], "max")
     if report.counted_at is not None and at % _REPLICAS != -first % _REPLICAS:  # another replica has its rows
         report = replace(report, agreement=None)
@@ -261,9 +282,10 @@ def _add_up(report: SessionReport, reduce: Callable[[list[float], str], list[flo
 
 
 def _over(group: dist.ProcessGroup | None) -> Callable[[list[float], str], list[float]]:
-    """Return a `reduce` for `_add_up` over a group: each rank sends and gets one small tensor."""
+    """Return `reduce` for `_add_up`: an all_reduce over a group."""
 
     def reduce(numbers: list[float], how: str) -> list[float]:
+        # float64 is exact for counts up to 2 ** 53.
         values = torch.tensor(numbers, dtype=torch.float64, device=collective_device(group))
         dist.all_reduce(values, op=dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM, group=group)
         return values.tolist()
@@ -289,6 +311,7 @@ def log_ended(report: SessionReport) -> None:
         report.rows_live,
         report.rows_padding,
     )
+    # Without padding, which has no routes to replay.
     expected = report.rows_replayed + report.rows_live
     if report.kind == "replay" and expected and report.rows_replayed / expected < LOW_SHARE:
         warn(
