@@ -65,7 +65,7 @@ class _PrefixSums:
         return (self._sums.take(end) - origin[0]).mul_(origin[1])
 
     def keys_by_segment(self, starts: Tensor, lengths: Tensor) -> Tensor:
-        """Return the key of every prefix of segments that fill the tokens, [n]."""
+        """Return the key of every prefix, [n], of segments that cover all tokens without gaps."""
         # Without output_size, repeat_interleave would synchronize a GPU to add up the lengths.
         base, factor = (torch.repeat_interleave(each, lengths, output_size=self._size) for each in self.origin(starts))
         return (self._sums[1:] - base).mul_(factor)
@@ -134,7 +134,7 @@ class PrefixIndex:
         first = tokens[starts]
         begins = set(zip(first.tolist(), (second - starts).tolist()))
         self.start_runs = tuple(sorted({run for _, run in begins}))
-        # A sample without some of its first tokens may begin like another one: [p, 5, 6] and [5, 6], or [p, p, 5] and [p, 5].
+        # Without its leading p tokens a sample may begin like another one: [p, 5, 6] and [5, 6], or [p, p, 5] and [p, 5].
         loses_all = torch.isin(tokens[second[second < ends]], first).any()
         self.may_lose_a_run = bool(loses_all) or len(begins) > len({token for token, _ in begins})
 
@@ -196,7 +196,7 @@ class Places:
     Args:
         begin, end: [S] int64, the flat positions of each segment; segments follow one another.
         stop: [S] int64, the end of a segment's tokens where its length is known, else its end.
-        is_bounded: bool, [S] or a scalar, True: the length is known; None: of no segment.
+        is_bounded: bool, [S] or a scalar, True: the length is known; None: no segment's length is known.
         start: [S] int64, padding that is known to precede the sequence; None: not known.
         flat: [cp_size, n] int64, the flat position of each position of each rank; None: one rank has all, in order.
         shape: [b, s] of one rank's input_ids.
@@ -366,7 +366,7 @@ def _flat_positions(
         return None
     if not is_packed and partition == "zigzag" and shape[1] % 2:
         raise LayoutError(
-            f"MRR204: a context-parallel rank has {shape[1]} positions of each sequence: zigzag gives it two chunks of equal "
+            f"MRR204: a context-parallel rank has {shape[1]} positions of each sequence: zigzag needs two chunks of equal "
             "length."
         )
     num_local = shape[0] * shape[1]
@@ -394,10 +394,10 @@ class Located(NamedTuple):
         start: positions of padding before the sequence.
         count: tokens that are the beginning of a sample.
         entry: the index's entry of the last of them; meaningless where count is 0.
-        extra: tokens after them that cannot be padding.
+        extra: tokens after the `count` known ones that cannot be padding.
         padding: tokens after these that may be padding, in a segment whose length is not known.
         num_ends: samples that end at the last known token, or before it where padding may begin.
-        is_explained: 1: each token is known, one more after a whole sample, or may be padding.
+        is_explained: 1: each token is known, may be padding, or is the one token after a whole sample.
         other_starts: 1: with other padding on the left, the segment is explained as well.
         first, after, last: the first token, the first after the known ones, and the last before the segment's stop.
         at: the flat position after the known tokens, by rank: rank * n + local position.
@@ -478,7 +478,7 @@ def locate(index: PrefixIndex, tokens: Tensor, places: Places, *, padding_token_
 
     Args:
         tokens: [total] integers in flat order, on the index's device.
-        padding_token_ids: [n] integers, the only tokens of padding; None: not declared, so padding is one token.
+        padding_token_ids: [n] integers, the only tokens of padding; None: not declared, so padding repeats one token id.
     """
     search = _Search(index, tokens, places, padding_token_ids)
     zero = torch.zeros_like(places.begin)
@@ -537,7 +537,7 @@ class _Runs:
     """
 
     def __init__(self, tokens: Tensor, declared: Tensor | None) -> None:
-        # Before each position, tokens that are no padding; or changes of token, the first token's aside.
+        # Before each position, the number of tokens that are no padding; or, undeclared, of changes of the token id.
         self._counts = tokens.new_zeros(tokens.numel() + 1)
         self._shift = 1 if declared is None else 0
         ends = tokens[1:] != tokens[:-1] if declared is None else ~torch.isin(tokens, declared.to(tokens.device))
@@ -595,7 +595,7 @@ class _Search:
         # Where several samples end before declared padding, its first tokens may be a sample's.
         if self._padding is not None and self._index.has_nested_samples:
             is_explained &= num_ends <= 1
-        if self._padding is None and starts.shape[0] > 1:  # both sides are padded with one token
+        if self._padding is None and starts.shape[0] > 1:  # left and right padding repeat the same token id
             is_explained &= (starts == 0) | (padding == 0) | (last == before)
         found = Located(
             start=first - places.begin,
@@ -671,7 +671,7 @@ class _Search:
             return tail, zeros
         is_end = (found & (entry & 1) & (end >= spread(padding_from))).long()
         num_ends = zeros.index_add(1, segment, is_end)
-        if self._padding is not None:  # a declared token decides: what follows the only sample that ends is padding
+        if self._padding is not None:  # declared ids decide: after the only sample that ends comes padding
             tail = torch.where(num_ends == 1, zeros.index_add(1, segment, is_end * end), tail)
         return tail, num_ends
 
