@@ -317,7 +317,7 @@ class Places:
         return replace(self, start=start, stop=stop, is_bounded=torch.ones_like(stop, dtype=torch.bool))
 
     def segments(self) -> Tensor:
-        """Return the segment's number of each flat position, [total] int64."""
+        """Return the segment number of each flat position, [total] int64."""
         total = self.shape[0] * self.shape[1] if self.flat is None else self.flat.numel()
         return torch.repeat_interleave(self.end - self.begin, output_size=total)
 
@@ -638,7 +638,7 @@ class _Search:
         """
         stop, tail, is_open = self._places.stop, first, None
         # A prefix of a known prefix is known. So on the CPU, a few lookups where a sample is likely to end decide most
-        # segments. All positions of the remaining ones are looked up; on a GPU, of all segments.
+        # segments. For the other segments, and on a GPU for all, every position is looked up.
         if self.on_host:
             likely = (padding_from, padding_from + 1, padding_from + 2, stop - 1, stop)
             least, most = (first + 1).unsqueeze(-1), stop.unsqueeze(-1)
@@ -671,7 +671,9 @@ class _Search:
             return tail, zeros
         is_end = (found & (entry & 1) & (end >= spread(padding_from))).long()
         num_ends = zeros.index_add(1, segment, is_end)
-        if self._padding is not None:  # declared ids decide: after the only sample that ends comes padding
+        if (
+            self._padding is not None
+        ):  # declared ids: if exactly one sample ends where padding may begin, the rest is padding
             tail = torch.where(num_ends == 1, zeros.index_add(1, segment, is_end * end), tail)
         return tail, num_ends
 
@@ -679,7 +681,8 @@ class _Search:
 def _best(found: Located) -> Located:
     """Return the best of [C, S] candidates, [S]."""
     start, count, is_explained = found.start, found.count, found.is_explained
-    # In this order: explained, without padding on the left, in doubt because of several ends, the longest.
+    # Prefer, in this order: explained; explained without padding on the left; with several possible ends, so that the
+    # doubt is reported; the most known tokens.
     score = count + (is_explained << 41) + ((is_explained * (start == 0)) << 40) + ((found.num_ends > 1).long() << 39)
     best = score.argmax(0, keepdim=True)
     chosen = Located(*(each.gather(0, best)[0] for each in found))

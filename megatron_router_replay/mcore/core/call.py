@@ -1,7 +1,7 @@
 """A call of `TopKRouter.routing`: the arguments of Megatron-Core, the experts, and the object that chose them.
 
 session        the hook on `TopKRouter.routing` passes a RoutingCall to Megatron-Core in place of `router.router_replay`
-RouterReplay   Megatron-Core calls its `get_replay_topk`, which makes a RoutingCall and returns the result of that one
+RouterReplay   Megatron-Core calls its `get_replay_topk`, which returns what a new RoutingCall returns
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RoutingSource(ExpertSource, Protocol):
     _takes_microbatches: bool
 
     def _session(self) -> Any:
-        """Return the session; None if its variable is gone: a freeze stays active until its model is freed."""
+        """Return the session; None once no variable refers to it. A freeze then goes on until its model is freed."""
 
     def _routing_call(self, router: Any, shape: torch.Size, is_written: bool) -> RoutingCall | None:
         """Return a RoutingCall for tokens [s, b]; None to run Megatron-Core's own top-k, without bookkeeping.
@@ -102,7 +102,7 @@ class TopKRequest(NamedTuple):
     def live_topk_of(self, rows: Tensor) -> Tensor:
         """Return the experts that the router chooses for rows at these positions ([n] int64), [n, topk] int64."""
         scores = self.scores.detach().index_select(0, rows)
-        if self.group_topk:  # compute_topk in groups takes all num_tokens rows
+        if self.group_topk:  # with groups, compute_topk works on all num_tokens rows alone
             chosen = group_limited_topk(scores, self.topk, *scores.shape, self.num_groups, self.group_topk)
         else:
             chosen = self.compute_topk(scores, self.topk)
@@ -119,7 +119,8 @@ class TopKRequest(NamedTuple):
         Raises:
             ReplayStateError: their shape is not [num_tokens, topk].
         """
-        # Without this check Megatron-Core uses a single row for all tokens, and no experts for tokens after the last row.
+        # Without this check, Megatron-Core would use routes of one row for all tokens. With fewer rows than tokens, the last
+        # tokens would get no experts.
         num_tokens = self.scores.shape[0]
         if used.shape != (num_tokens, self.topk):
             raise ReplayStateError(
@@ -193,14 +194,14 @@ class RoutingCall:
                     values, used = request.live_topk()
             self.used = request.ids(used, self.router)
             if TOPK_ORDER_FOLLOWS_GRAD and torch.is_grad_enabled():
-                # The order of two columns changes no floating-point sum.
+                # Above two columns alone: a + b equals b + a exactly.
                 if topk > 2 and values is None and self._order_matters(request):
                     order = scores.detach().gather(1, self.used).argsort(dim=1, descending=True, stable=True)
                     self.used, self.kept = self.used.gather(1, order), None
                 self.in_order = True
             indices = self.used
             if not torch.is_grad_enabled():
-                # Hidden as well: a live forward needs no gather, its recompute does.
+                # The gather is hidden, too: without gradients only the recompute of a live forward has one.
                 return scores.gather(1, indices) if values is None else values, indices
         return scores.gather(1, indices), indices
 
@@ -214,7 +215,7 @@ class RoutingCall:
 
     def entry(self) -> Entry:
         """Return this call as a tape keeps it for its recompute."""
-        assert self.used is not None, "the call is over"
+        assert self.used is not None, "Megatron-Core has requested the experts"
         if self.recompute_of is not None:
             return self.recompute_of
         if self.kept is None:
@@ -224,7 +225,7 @@ class RoutingCall:
 
     def check_probabilities(self, probs: Tensor) -> None:
         """Count the rows that gave a chosen expert the probability 0, without a device synchronization."""
-        assert self.used is not None, "the call is over"
+        assert self.used is not None, "Megatron-Core has requested the experts"
         with tape.hidden_from_selective_checkpoint(), torch.no_grad():
             self.counter.add(zero=(probs.gather(1, self.used) == 0).any(dim=1).sum())
 

@@ -27,7 +27,7 @@ class Entry:
     """A router call of a forward, for its recompute. It lives as long as the autograd graph, and refers to no session.
 
     Args:
-        router: the TopKRouter, or the RouterReplay that gave the experts, where one did.
+        router: the TopKRouter; if its RouterReplay chose the experts, that RouterReplay instead.
         topk_indices: [num_tokens, topk], the experts that it used, in any integer dtype, a tensor or a
             `upload.KeptLayer`; None: neither a session nor an action of a RouterReplay applied.
         counter: counts the recomputes of this router.
@@ -48,8 +48,8 @@ class Tape:
     with tape.recompute():    # in its backward
         outputs = function(*inputs)
 
-    A tape keeps at most one call of each router, and a second one raises. Make one tape for each part of a function that
-    calls a router several times, because the parts may be recomputed in a different order.
+    A tape keeps at most one call of each router, and a second one raises. If a function calls a router several
+    times, make one tape for each call, because the calls may be recomputed in a different order.
     """
 
     __slots__ = ("__weakref__", "entries", "num_forwards")
@@ -69,7 +69,7 @@ class Tape:
 
 
 class CheckpointTape(Tape):
-    """The tape of a checkpoint, whose recompute repeats several calls of a router in the same order."""
+    """The tape of a checkpoint. It may have several calls of a router, which its recompute repeats in order."""
 
     __slots__ = ()
     may_repeat_routers = True
@@ -172,7 +172,7 @@ def in_recompute() -> bool:
 
 
 def write(entry: Entry) -> None:
-    """Write a router call on the tape of each open forward run, outwards to the innermost recompute."""
+    """Write a router call on the tapes of all open forward runs inside the innermost recompute, if there is one."""
     for run in reversed(_thread.runs):
         if run.reads:
             return
@@ -189,9 +189,9 @@ _NOTHING = nullcontext()
 
 
 def hidden_from_selective_checkpoint() -> AbstractContextManager[Any]:
-    """Hide operations from selective checkpointing, which matches each of a forward with one of its recompute."""
-    # Without an open run, a dispatch mode belongs to no checkpoint: make_fx traces a RouterReplay that records into a
-    # static buffer, and its mode stays on.
+    """Hide operations from selective checkpointing, which pairs those of forward and recompute."""
+    # Without an open run, an active dispatch mode is no checkpoint's and stays on: make_fx, for example, when it traces a
+    # RouterReplay that records into a static buffer.
     if not (torch._C._len_torch_dispatch_stack() and _thread.runs):
         return _NOTHING
     return cast(AbstractContextManager[Any], _python_dispatch._disable_current_modes())
