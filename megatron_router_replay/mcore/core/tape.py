@@ -41,7 +41,7 @@ class Entry:
 
 
 class Tape:
-    """Keep the router calls of a function's forward run, in order, for its recomputes.
+    """Keep the router calls of a function's forward, in order, for its recomputes.
 
     with tape.forward():      # in the forward of your autograd function
         outputs = function(*inputs)
@@ -60,11 +60,11 @@ class Tape:
         self.num_forwards = 0  # above 1, the run that a recompute repeats is ambiguous
 
     def forward(self) -> Run:
-        """Return a context in which router calls are written on this tape; each `with` is one run."""
+        """Return a context in which router calls are written on this tape. Each `with` is one run."""
         return Run(self, reads=False)
 
     def recompute(self) -> Run:
-        """Return a context in which routers replay this tape's entries, from the first one on."""
+        """Return a context in which routers replay this tape's entries, first to last."""
         return Run(self, reads=True)
 
 
