@@ -191,7 +191,7 @@ def freeze_recompute(
         UnsupportedRouterError: the choice of a router cannot be frozen, which names the config field; or layers have sparse
             attention, which names the layers.
         LayoutError: the model has no experts, or not all chunks of a virtual pipeline are given.
-        ReplayStateError: the model is under another session, or its routers are driven by their own RouterReplay.
+        ReplayStateError: the model is under another session, or RouterReplay objects of its own have an action.
     """
     routers = SessionRouters(model_chunks, verify=verify, flips=ask_every_layer, balance=balance)
     if indexers:

@@ -3,7 +3,7 @@
     queue                         rows by hand, before a forward
     on_forward                    a forward begins: its tokens find their rows, or are compared with those of rows by hand
     _routing_call, _on_routed     before and after a call of a router in a forward; a recompute reads its tape instead
-    settle                        the session's end: this rank's numbers, judged over the group
+    finish                        the session's end: this rank's numbers, judged over the group
 
 What differs between `record` and `replay` is a `Strategy`.
 """
@@ -258,7 +258,7 @@ class Microbatches:
         """Return the numbers of this rank, for the check of the group."""
         return Numbers(chunks=len(self.chunks), **_row_counts(self.chunks), **self.strategy.numbers())
 
-    def settle(self, group_check: GroupCheck, problems: list[str]) -> tuple[list[str], list[str]]:
+    def finish(self, group_check: GroupCheck, problems: list[str]) -> tuple[list[str], list[str]]:
         """Return the checks on a device that failed, and all other problems, of this rank and of its group."""
         failed = self.strategy.checks.texts()
         at_fault = bool(problems or failed)

@@ -377,7 +377,7 @@ def record(
     Raises:
         UnsupportedRouterError: a router's selection cannot be recorded exactly; names the config field.
         LayoutError: the model has no experts.
-        ReplayStateError: the model is under another session, or its routers are driven by their own RouterReplay.
+        ReplayStateError: the model is under another session, or RouterReplay objects of its own have an action.
     """
     check_withdrawn("record", withdrawn, {"mtp": "MTP routers are live, and no recording has their routes."})
 

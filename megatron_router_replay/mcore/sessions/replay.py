@@ -355,7 +355,7 @@ def replay(
         UnsupportedRouterError: a router cannot be replayed exactly; names the config field.
         TraceError: the trace is of another model, or no trace; a share or an option has an unknown value.
         LayoutError: the model has no experts, or not all chunks of a virtual pipeline are given.
-        ReplayStateError: the model is under another session, or its routers are driven by their own RouterReplay.
+        ReplayStateError: the model is under another session, or RouterReplay objects of its own have an action.
     """
 
     check_withdrawn("replay", withdrawn, _WITHDRAWN)

@@ -208,7 +208,7 @@ class Session:
         failed: list[str] = []
         if self._microbatches is not None:
             assert self._group_check is not None, "it was started"
-            failed, problems = self._microbatches.settle(self._group_check, problems)
+            failed, problems = self._microbatches.finish(self._group_check, problems)
         if (failed or problems) and self.kind == "replay":
             # Its gradients are there already, and a step inside the block would have used them.
             problems.append("A session is checked at the end of its block: call optimizer.step() after it.")
