@@ -1,11 +1,14 @@
 """What is checked or counted on a GPU is read once, at the end: tensors that say they are there take the same way."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError
 from megatron_router_replay.mcore.core.counts import Counts
+from megatron_router_replay.mcore.sessions.group_check import GroupResult
 from tests.unit.mcore.tiny_chunk import ROWS, Chunk, random_trace
 
 
@@ -58,6 +61,13 @@ def test_several_checks_that_failed_are_all_named_with_what_does_not_add_up(sess
     with pytest.raises(
         LayoutError, match=r"^the first\n  the third\n  rank 0, chunk 0, micro-batch 0, layer 1: routes"
     ):
+        session.close()
+
+
+def test_a_failed_check_puts_its_rank_at_fault(session):
+    session._check(on_a_gpu(torch.tensor(True)), "the first")
+    session._group_check = SimpleNamespace(finish=lambda numbers, judge: GroupResult(problems=[str(numbers.at_fault)]))
+    with pytest.raises(LayoutError, match=r"^the first\n  True\n"):
         session.close()
 
 

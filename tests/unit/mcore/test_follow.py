@@ -11,6 +11,7 @@ from torch import Tensor
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
+from megatron_router_replay.mcore.batches.follow import unlike
 from tests.unit.mcore.tiny_chunk import (
     EXPERTS,
     Chunk,
@@ -202,6 +203,14 @@ def test_equal_samples_use_the_first_and_are_counted() -> None:
     # Samples that differ later are named by their end, whatever their routes are.
     count, report = wrong(Chunk(), trace_of([A, B]), [[4, 5, 6]], forward(B))
     assert (count, report.segments_ambiguous) == (0, 0)
+
+
+def test_routes_of_equal_samples_are_compared_to_their_last_token() -> None:
+    one = random_routes(150, len(LAYERS), 3)
+    other = torch.cat([one[:128], (one[128:] + 1) % EXPERTS])
+    trace = trace_of([list(range(150))] * 2, routes=torch.cat([one, other]))
+    # Tokens 128 to 148 in three layers; the last token has no route.
+    assert unlike(trace, 0, 150, 150) == "have different routes (63 of 63 decisions from position 128 on)"
 
 
 def test_a_row_without_a_route_is_live_and_never_borrowed() -> None:

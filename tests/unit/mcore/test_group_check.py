@@ -18,9 +18,9 @@ from megatron_router_replay.mcore.sessions.group_check import GroupCheck, Number
 from tests.unit.mcore.tiny_chunk import ROWS, Chunk, random_trace, tokens
 
 
-def numbers(replayed=0, live=0, padding=0, *, balance="megatron", **others):
+def numbers(replayed=0, live=0, padding=0, *, balance="megatron", min_replayed=None, min_agreement=0, **others):
     rows = {"rows_replayed": replayed, "rows_live": live, "rows_padding": padding}
-    return Numbers(chunks=1, options=[balance, None, 0], **rows, **others)
+    return Numbers(chunks=1, options=[balance, min_replayed, min_agreement], **rows, **others)
 
 
 def test_the_numbers_of_a_session_are_these():
@@ -58,8 +58,15 @@ JUDGED = [
     ([N(56, 44)], 0.57, "56.0000% of 100 tokens were replayed on this rank, less than min_replayed=0.57."),
     ([N(4, 4)], 0.5, None),
     ([N(4, 4)], 0.51, f"50.0000% {LESS} min_replayed=0.51."),
-    # Ranks that balance otherwise raise first.
-    ([N(0, 8, balance="off"), N(0, 8)], None, "ranks replay with different balance=, min_replayed= or min_agreement="),
+    # Ranks with different options raise first.
+    *(
+        (
+            [N(0, 8, **{name: value}), N(0, 8)],
+            None,
+            "ranks replay with different balance=, min_replayed= or min_agreement=",
+        )
+        for name, value in {"balance": "off", "min_replayed": 0.5, "min_agreement": 0.25}.items()
+    ),
 ]
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from megatron_router_replay.errors import RouterReplayError, StoreError
-from megatron_router_replay.store import load_trace, save_trace
+from megatron_router_replay.store import file, load_trace, save_trace
 from megatron_router_replay.store.file import FORMAT, Reader
 from megatron_router_replay.trace import RoutingTrace
 from tests.unit.store.store_traces import assert_same, full_trace, make_trace
@@ -61,7 +61,9 @@ def pinned_bytes(header: str = HEADER, version: str = "4", fields: str = FIELDS)
     return len(text).to_bytes(8, "little") + text + b"".join(TENSORS.values())
 
 
-def test_the_format_is_these_bytes(tmp_path):
+@pytest.mark.parametrize("chunk_bytes", [4, 4 << 20])
+def test_the_format_is_these_bytes(tmp_path, monkeypatch, chunk_bytes):
+    monkeypatch.setattr(file, "_CHUNK_BYTES", chunk_bytes)  # a checksum is of all chunks
     path = save_trace(pinned_trace(), tmp_path / "x.safetensors")
     assert path.read_bytes() == pinned_bytes()
     assert_same(load_trace(path), pinned_trace())
