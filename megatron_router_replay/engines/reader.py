@@ -313,8 +313,9 @@ def _indexed(reply: Any, source: Source, *, is_chunk: bool) -> list[tuple[int, A
     # A choice without its response is one sample, whatever place it had there.
     if all(index is None for index in indexes) or not (has_choices or is_chunk):
         return list(enumerate(items))
-    if not all(type(index) is int and index >= 0 for index in indexes) or len(set(indexes)) < len(indexes):
+    # Bounded, because Python refuses to write integers of thousands of digits into a message.
+    if not all(type(index) is int and 0 <= index < 2**31 for index in indexes) or len(set(indexes)) < len(indexes):
         raise source.error(
-            f"MRR312: its choices have index {shown(indexes)}: each must be an integer of 0 or more, and there once."
+            f"MRR312: its choices have index {shown(indexes)}: each must be an int32 of 0 or more, and there once."
         )
     return list(zip(indexes, items))

@@ -173,7 +173,8 @@ def test_choices_come_sorted_by_their_index(order):
 
 
 @pytest.mark.parametrize(
-    "indexes", [[0, 2], [1, 2], [0, 0], [0, None], [0, "1"], ["0", "1"], [0, True], [False, True], [0, -1], [2**40]]
+    "indexes",
+    [[0, 2], [1, 2], [0, 0], [0, None], [0, "1"], ["0", "1"], [0, True], [False, True], [0, -1], [2**40], [10**9000]],
 )
 def test_an_index_that_is_lost_doubled_or_no_place_raises(indexes):
     choices = {"id": "r", "choices": [vllm_choice(rows(0), PROMPT, output(0), i) for i in indexes]}
