@@ -37,7 +37,7 @@ class RoutingSource(ExpertSource, Protocol):
     _takes_microbatches: bool
 
     def _session(self) -> Any:
-        """Return the session; None once no variable refers to it. A freeze then goes on until its model is freed."""
+        """Return the session; None once no variable refers to it. A freeze then lasts until its model is freed."""
 
     def _routing_call(self, router: Any, shape: torch.Size, is_written: bool) -> RoutingCall | None:
         """Return a RoutingCall for tokens [s, b]; None to run Megatron-Core's own top-k, without bookkeeping.
