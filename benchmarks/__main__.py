@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import capture, decode, gather, memory, router, step, store
+from benchmarks import capture, decode, memory, router, step, store
 from benchmarks.measure import environment
 
 FOLDER = Path(__file__).parent
@@ -29,7 +29,6 @@ PARTS: dict[str, Any] = {
     "capture": capture,
     "decode": decode,
     "store": store,
-    "gather": gather,
 }
 
 # The allocator keeps freed memory: fresh pages cost more than the arithmetic, and the first alternative would pay. (Without
@@ -58,8 +57,7 @@ def results() -> str:
         "# Benchmark results",
         "Made by `make bench` from the samples in `raw/`, the seconds of every repeat. Every figure is a ratio of "
         "alternatives that ran in turns in one process, if it has no unit.",
-        "`python -m benchmarks.transport`, `.diff` and `.follow` are run separately: "
-        "[RESULTS_transport.md](RESULTS_transport.md), [RESULTS_diff.md](RESULTS_diff.md), "
+        "`python -m benchmarks.transport` and `.follow` are run separately: [RESULTS_transport.md](RESULTS_transport.md), "
         "[RESULTS_follow.md](RESULTS_follow.md). What needs a trainer or counts operations: "
         "[RESULTS_by_hand.md](RESULTS_by_hand.md).",
     ]

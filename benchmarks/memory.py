@@ -18,9 +18,9 @@ import megatron_router_replay as mrr
 from benchmarks.measure import table
 from benchmarks.step import FULL
 from megatron_router_replay.testing import ParallelSizes
-from megatron_router_replay.testing.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 from tests.support.one_rank import only_rank
 from tests.support.schedule import default_forward_step, random_microbatches
+from tests.support.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 
 TITLE = "Memory: bytes held a token and layer"
 LAYERS, EXPERTS, TOPK, MICROBATCHES, TOKENS = 4, 128, 8, 4, 512

@@ -20,8 +20,8 @@ from benchmarks.measure import Seconds, ratio, rounds, table, verdict
 from megatron_router_replay.mcore import Tape
 from megatron_router_replay.mcore.model.upstream import TOPK_ORDER_FOLLOWS_GRAD
 from megatron_router_replay.testing import ParallelSizes
-from megatron_router_replay.testing.tiny_gpt import tiny_gpt_config
 from tests.support.one_rank import only_rank
+from tests.support.tiny_gpt import tiny_gpt_config
 
 TITLE = "Router: one layer's selection, as ratios to live routing"
 SOFTMAX: dict[str, Any] = {}

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 import megatron_router_replay as mrr
-from benchmarks.measure import peak_bytes, ratio, rounded, rounds, table, verdict
+from benchmarks.measure import ratio, rounded, rounds, table, verdict
 from megatron_router_replay.testing import ParallelSizes
-from megatron_router_replay.testing.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 from tests.support.schedule import random_microbatches, run_schedule
+from tests.support.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 from tests.support.workers import GlooWorkers
 
 TITLE = "Step: whole training steps, as ratios to a step without"
@@ -57,8 +57,6 @@ class Case:
     """In new processes, each of `repeats` rounds: processes differ by up to 0.04 of a tiny step."""
     pp_size: int = 1
     recompute: bool = False
-    peak: bool = False
-    """Also measure the peak memory of fresh processes."""
 
 
 TINY = Model(name="tiny", hidden=64, layers=4, experts=8, topk=2, vocab=320, batch=2, sequence=64, microbatches=4)
@@ -73,11 +71,11 @@ CASES = [
     Case(model=TINY, repeats=13, runs=8, recompute=True),
     Case(model=TINY, repeats=13, runs=8, pp_size=2),
     Case(model=TINY, repeats=13, runs=8, pp_size=2, recompute=True),
-    Case(model=LARGER, repeats=15, peak=True),
-    Case(model=LARGER, repeats=15, recompute=True, peak=True),
+    Case(model=LARGER, repeats=15),
+    Case(model=LARGER, repeats=15, recompute=True),
     Case(model=LARGER, repeats=15, pp_size=2),
-    Case(model=MANY_EXPERTS, repeats=25, peak=True),
-    Case(model=MANY_EXPERTS, repeats=15, recompute=True, peak=True),
+    Case(model=MANY_EXPERTS, repeats=25),
+    Case(model=MANY_EXPERTS, repeats=15, recompute=True),
 ]
 
 
@@ -169,14 +167,6 @@ def time_steps(case: Case) -> dict[str, Any]:
     }
 
 
-def peak_of_steps(case: Case, kind: str) -> int:
-    """Run in a fresh process: its peak memory in bytes over three steps of one kind."""
-    trainer = Trainer(case)
-    for _ in range(3):
-        trainer.step(kind)
-    return peak_bytes()
-
-
 def measure(cases: list[Case] = CASES) -> list[dict[str, Any]]:
     """Time every case; ranks and peaks in processes of their own."""
     raw = []
@@ -190,13 +180,8 @@ def measure(cases: list[Case] = CASES) -> list[dict[str, Any]]:
                 for kind in KINDS:
                     # A step ends when its slowest rank does.
                     gathered[kind] += [max(of_ranks) for of_ranks in zip(*(rank[which][kind] for rank in ranks))]
-        peaks = {}
-        for kind in KINDS if case.peak else []:
-            with GlooWorkers(case.pp_size) as workers:
-                peaks[kind] = max(workers.run(peak_of_steps, case, kind, timeout_s=300.0))
         parameters = sum(rank["parameters"] for rank in ranks)
-        timed = {"seconds": seconds, "inner_seconds": inner, "peak_bytes": peaks}
-        raw.append({**asdict(case), "parameters": parameters, **timed})
+        raw.append({**asdict(case), "parameters": parameters, "seconds": seconds, "inner_seconds": inner})
     return raw
 
 
@@ -204,7 +189,7 @@ def render(raw: list[dict[str, Any]]) -> str:
     """Return the table, and the targets under it."""
     rows, targets, models = [], [], {}
     for case in raw:
-        seconds, model, peaks = case["seconds"], case["model"], case["peak_bytes"]
+        seconds, model = case["seconds"], case["model"]
         models[model["name"]] = model | {"parameters": case["parameters"]}
         how = (
             f"{model['name']}{', PP2' if case['pp_size'] == 2 else ''}{', full recompute' if case['recompute'] else ''}"
@@ -212,8 +197,6 @@ def render(raw: list[dict[str, Any]]) -> str:
         ms = sorted(seconds["off"])[len(seconds["off"]) // 2] * 1000
         rows.append([how, f"{ms:.0f}", *(ratio(case["inner_seconds"], kind, "off") for kind in KINDS[1:])])
         rows[-1] += [f"{ratio(seconds, kind, 'off').median:.3f}" for kind in KINDS[1:]]
-        rows[-1] += [f"{peaks['off'] / 1e6:.0f}" if peaks else ""]
-        rows[-1] += [f"{(peaks[kind] - peaks['off']) / 1e6:+.1f}" if peaks else "" for kind in KINDS[1:]]
         targets.append(verdict(f"replay / off, {how}", ratio(case["inner_seconds"], "replay", "off"), 1.00))
     described = [
         f"{m['name']}: hidden {m['hidden']}, {m['layers']} layers, {m['experts']} experts, top-{m['topk']}, "
@@ -222,14 +205,13 @@ def render(raw: list[dict[str, Any]]) -> str:
     ]
     head = ["model", "off, ms", *(f"{kind} / off" for kind in KINDS[1:])]
     head += [f"{kind}, opened and closed" for kind in KINDS[1:]]
-    head += ["peak MB, off", *(f"{kind}, more" for kind in KINDS[1:])]
     return "\n".join(
         [
             f"{'; '.join(described)}; fp32, SGD with momentum. A step is all micro-batches and the optimizer. *Opened and "
             "closed*: with a session for this step alone, which finds and checks the routers and verifies at the end; record "
             "also makes its trace. Median of the ratios within a round and its 95% confidence interval; processor time of "
             "the one thread, under PP2 the time of the slower of two processes. The tiny model's rounds are of several runs "
-            "in new processes, which differ by up to 0.04. Peaks are of fresh processes and vary by tens of MB.",
+            "in new processes, which differ by up to 0.04.",
             "",
             table(head, rows),
             "",

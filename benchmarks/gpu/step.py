@@ -16,7 +16,7 @@ from torch import Tensor
 import megatron_router_replay as mrr
 from benchmarks.gpu.report import Row, in_words
 from megatron_router_replay.testing import ParallelSizes
-from megatron_router_replay.testing.tiny_gpt import tiny_gpt_config
+from tests.support.tiny_gpt import tiny_gpt_config
 
 if TYPE_CHECKING:
     from benchmarks.gpu.bench import Asked, Bench

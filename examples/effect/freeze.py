@@ -20,8 +20,8 @@ from torch import Tensor
 
 import megatron_router_replay as mrr
 from megatron_router_replay.testing import ParallelSizes
-from megatron_router_replay.testing.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 from tests.support.schedule import run_schedule
+from tests.support.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 
 LAYOUT = ParallelSizes()
 LAYERS, EXPERTS, TOPK, VOCAB = 8, 32, 4, 64

@@ -15,7 +15,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from examples.grpo.task import VOCAB_SIZE
-from megatron_router_replay.testing.global_parameters import is_expert, iterate_global_parameters, merge_parameter
+from megatron_router_replay.testing.global_parameters import (
+    is_expert,
+    is_gated,
+    iterate_global_parameters,
+    merge_parameter,
+    split_axis,
+)
 from megatron_router_replay.testing.qwen3_moe import EXPERT, LAYER, LAYER_NAMES, NAMES
 
 CONFIG: dict[str, Any] = {
@@ -66,7 +72,7 @@ def gather_hf_weights(chunks: Sequence[Any], config: Mapping[str, Any]) -> dict[
         group = expert_tp_group if is_expert(name) else tp_group
         shards = [torch.empty_like(parameter) for _ in range(group.size())]
         dist.all_gather(shards, parameter.detach().contiguous(), group=group)
-        whole = merge_parameter(name, shards, gated=chunk.config.gated_linear_unit)
+        whole = merge_parameter(shards, split_axis(parameter), gated=is_gated(name, chunk))
         mine.update((hf_name, tensor.cpu().clone()) for hf_name, tensor in hf_tensors(name, whole, config))
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(mine, ranks if dist.get_rank() == 0 else None)

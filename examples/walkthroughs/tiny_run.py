@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from megatron_router_replay.testing import ParallelSizes
-from megatron_router_replay.testing.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 from tests.support.schedule import random_microbatches, run_schedule
+from tests.support.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 
 MICROBATCHES, BATCH, LENGTH, LAYERS = 4, 2, 32, 6
 NUM_TOKENS = MICROBATCHES * BATCH * LENGTH

@@ -56,7 +56,7 @@ def megatron_on_cpu() -> Iterator[None]:
     Notes:
 
     - models need deallocate_pipeline_outputs=False, and interleaved schedules overlap_p2p_comm=True with
-      batch_p2p_comm=False (`tiny_gpt_config` sets them): gloo sends later from memory that Megatron frees at once, and
+      batch_p2p_comm=False (`load_qwen3_moe` sets them): gloo sends later from memory that Megatron frees at once, and
       batched messages between the same two ranks swap silently;
     - the CPU generator plays both generators, so a tracker's fork() logs "CPU RNG state changed" on dropout;
     - `with torch.device("meta")` keeps working, and with it transformers' from_pretrained. Import transformers

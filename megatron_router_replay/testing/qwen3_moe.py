@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megatron_router_replay.errors import RouterReplayError
 from megatron_router_replay.testing.global_parameters import load_global_parameters
+from megatron_router_replay.testing.gpt import build_gpt, gpt_config
 from megatron_router_replay.testing.layout import ParallelSizes
-from megatron_router_replay.testing.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 
 # GPTModel's names of parameters -> the checkpoint's; those of a layer without its prefix.
 NAMES = {
@@ -70,14 +70,14 @@ def qwen3_moe_config(checkpoint_dir: str | Path, layout: ParallelSizes, **overri
         "moe_layer_freq": [int(i not in dense_layers and (i + 1) % sparse_step == 0) for i in layers],
         "layernorm_epsilon": hf["rms_norm_eps"],
     }
-    return tiny_gpt_config(layout, **{**fields, **overrides})
+    return gpt_config(layout, **{**fields, **overrides})
 
 
 def load_qwen3_moe(
     checkpoint_dir: str | Path,
     layout: ParallelSizes,
     *,
-    core_attention: str | None = None,
+    core_attention: type | None = None,
     **config_overrides: Any,
 ) -> list[Any]:
     """Return this rank's GPTModel chunks with a Qwen3-MoE checkpoint's weights.
@@ -87,12 +87,13 @@ def load_qwen3_moe(
     Args:
         checkpoint_dir: the folder of config.json and model.safetensors (or an index and its shards).
         layout: parallel sizes, initialised.
-        core_attention: as for `build_tiny_gpt`.
+        core_attention: a class in the place of Megatron-Core's DotProductAttention, which refuses context parallelism
+            and packed sequences.
         config_overrides: any field of TransformerConfig.
     """
     hf = _read_config(checkpoint_dir)
     config = qwen3_moe_config(checkpoint_dir, layout, **config_overrides)
-    chunks = build_tiny_gpt(
+    chunks = build_gpt(
         config,
         layout,
         vocab_size=hf["vocab_size"],

@@ -28,7 +28,7 @@ with only_rank():
 from dataclasses import replace
 from benchmarks import step
 tiny = replace(step.TINY, sequence=16, microbatches=2)
-cases = [step.Case(model=tiny, repeats=2, recompute=True, peak=True), step.Case(model=tiny, repeats=2, pp_size=2)]
+cases = [step.Case(model=tiny, repeats=2, recompute=True), step.Case(model=tiny, repeats=2, pp_size=2)]
 raw = step.measure(cases)
 rendered = step.render(raw)
 assert "replay / off, tiny, full recompute" in rendered and "replay / off, tiny, PP2" in rendered
@@ -47,11 +47,6 @@ assert capture.render([capture.measure_size(size, 1)]).count('%') == 2
 """,
     "decode": "from benchmarks import decode; assert 'int32' in decode.render(decode.measure(64, repeats=1))",
     "store": "from benchmarks import store; assert 'load, safetensors' in store.render(store.measure(64, repeats=1))",
-    "gather": """
-from benchmarks import gather
-gather.RANKS = (16,)
-assert '| 16 |' in gather.render(gather.measure(1 << 12))
-""",
 }
 
 

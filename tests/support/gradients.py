@@ -7,7 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_router_replay.testing.global_parameters import is_expert, iterate_global_parameters, merge_parameter
+from megatron_router_replay.testing.global_parameters import (
+    is_expert,
+    is_gated,
+    iterate_global_parameters,
+    merge_parameter,
+    split_axis,
+)
 
 
 def merge_by_name(results: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -47,16 +53,16 @@ def gradients(chunks: Sequence[Any]) -> dict[str, Tensor]:
         if name in result:  # the embedding of an MTP layer in the first stage's last chunk
             gradient += result[name]
         result[name] = gradient
-        sharing[name] = chunk
+        sharing[name] = chunk, parameter
     if any(chunk.config.mtp_num_layers for chunk in chunks):
         _sum_shared_embedding(result)
     for name, gradient in result.items():
-        config = sharing[name].config
+        chunk, parameter = sharing[name]
         if is_expert(name):
             dist.all_reduce(gradient, group=parallel_state.get_expert_data_parallel_group())
             group = expert_tp_group
         else:
-            if _is_partial_over_tp(name, sharing[name], config):
+            if _is_partial_over_tp(name, chunk.config):
                 dist.all_reduce(gradient, group=tp_group)
             dist.all_reduce(gradient, group=dp_cp_group)
             group = tp_group
@@ -64,11 +70,11 @@ def gradients(chunks: Sequence[Any]) -> dict[str, Tensor]:
         gradient /= dp_cp_group.size()
         shards = [torch.empty_like(gradient) for _ in range(group.size())]
         dist.all_gather(shards, gradient.contiguous(), group=group)
-        result[name] = merge_parameter(name, shards, gated=config.gated_linear_unit)
+        result[name] = merge_parameter(shards, split_axis(parameter), gated=is_gated(name, chunk))
     return result
 
 
-def _is_partial_over_tp(name: str, chunk: Any, config: Any) -> bool:
+def _is_partial_over_tp(name: str, config: Any) -> bool:
     """Tell whether each tensor-parallel rank has only its own tokens' or heads' part of a replicated gradient."""
     if "q_layernorm" in name or "k_layernorm" in name:
         return True

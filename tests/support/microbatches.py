@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_router_replay.testing.attention import cu_seqlens_in_memory, row_positions
 from tests.support.schedule import Microbatch
+from tests.support.small_attention import cu_seqlens_in_memory, row_positions
 
 
 def split_microbatch(microbatch: Mapping[str, Any], *, cp_rank: int, cp_size: int) -> Microbatch:

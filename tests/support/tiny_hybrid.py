@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_router_replay.testing.global_parameters import load_global_parameters, random_parameter
-from megatron_router_replay.testing.layout import ParallelSizes
+from megatron_router_replay.testing import ParallelSizes
+from megatron_router_replay.testing.global_parameters import load_global_parameters
+from tests.support.tiny_gpt import random_parameter
 
 
 class CausalMean(nn.Module):

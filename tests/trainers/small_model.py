@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_router_replay.testing import ParallelSizes
-from megatron_router_replay.testing.attention import SmallAttention
-from megatron_router_replay.testing.tiny_gpt import build_tiny_gpt, tiny_gpt_config
+from tests.support.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 from tests.trainers.oracle import EXPERTS, LAYERS, TOPK, VOCAB
 
 
@@ -22,19 +21,11 @@ def build(layout: ParallelSizes, **options: Any) -> list[Any]:
         moe_layer_freq=[0, 1, 1, 1],
         **options,
     )
-    chunks = build_tiny_gpt(config, layout, vocab_size=VOCAB, core_attention="small")
-    without_masks(chunks)
+    chunks = build_tiny_gpt(config, layout, vocab_size=VOCAB, small_attention=True)
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     ddp = DistributedDataParallelConfig(overlap_grad_reduce=False, use_distributed_optimizer=False)
     return [DistributedDataParallel(config, ddp, chunk) for chunk in chunks]
-
-
-def without_masks(chunks: list[Any]) -> None:
-    """Drop a trainer's mask of padded batches: padding lies behind all tokens, where a causal attention does not look."""
-    for module in (module for chunk in chunks for module in chunk.modules()):
-        if isinstance(module, SmallAttention):
-            module.register_forward_pre_hook(_without_mask, with_kwargs=True)
 
 
 def without_attention(chunks: list[Any]) -> None:
@@ -44,12 +35,6 @@ def without_attention(chunks: list[Any]) -> None:
     for module in (module for chunk in chunks for module in chunk.modules()):
         if isinstance(module, SelfAttention):
             module.forward = lambda hidden_states, *_, **__: (hidden_states, None)
-
-
-def _without_mask(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    if "attention_mask" in kwargs:
-        return args, {**kwargs, "attention_mask": None}
-    return (*args[:3], None, *args[4:]), kwargs
 
 
 def packed_seq_params(**given: Any) -> Any:

@@ -14,9 +14,9 @@ from examples.effect.results import removed
 from examples.grpo.rollout import Text, TransformersEngine
 from examples.grpo.weights import random_hf_weights, save_hf_checkpoint
 from megatron_router_replay.testing import ParallelSizes
-from megatron_router_replay.testing.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 from tests.support.gradients import gradients
 from tests.support.schedule import random_microbatches, run_schedule
+from tests.support.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 
 
 def trace_of(rows, lengths):
@@ -78,6 +78,7 @@ def test_a_logarithmic_axis_has_decades_at_equal_distances():
     assert [axis.y(value) for value in (1e-4, 1e-2, 1, 5)] == pytest.approx([246, 149, 52, 52])
 
 
+@pytest.mark.slow
 def test_a_model_forced_to_its_own_experts_is_itself_and_to_others_is_not(tmp_path):
     config = POLICY | {"num_hidden_layers": 2}
     weights = random_hf_weights(0, config)
@@ -97,6 +98,7 @@ def test_a_model_forced_to_its_own_experts_is_itself_and_to_others_is_not(tmp_pa
     assert torch.equal(again.logprobs, sample.logprobs)
 
 
+@pytest.mark.slow
 def test_a_step_of_r3_leaves_what_equal_routes_leave(workers_1, tmp_path):
     (steps,) = workers_1.run(rl.train, rl.Run(out=tmp_path, arm="r3", seed=0, steps=1, measure_every=1, floors=True))
     assert steps[0]["kl_live"] > 2 * steps[0]["kl"] > 0
@@ -105,6 +107,7 @@ def test_a_step_of_r3_leaves_what_equal_routes_leave(workers_1, tmp_path):
     assert removed(gap, "kl_floor_engine")[0] == pytest.approx(1, abs=0.1)  # other samples of the same noise
 
 
+@pytest.mark.slow
 def test_recomputes_flip_behind_another_order_of_sums_and_frozen_ones_do_not(workers_1):
     (live,) = workers_1.run(freeze.train, False, 1, 0)
     (frozen,) = workers_1.run(freeze.train, True, 1, 0)
@@ -115,6 +118,7 @@ def test_recomputes_flip_behind_another_order_of_sums_and_frozen_ones_do_not(wor
     assert 0 < frozen["steps"][0]["error"] < live["steps"][0]["error"]
 
 
+@pytest.mark.slow
 def test_without_another_order_nothing_differs(workers_1):
     (run,) = workers_1.run(freeze.train, False, 1, 0, False)
     assert (run["steps"][0]["flips"], run["steps"][0]["error"]) == (0, 0.0)
@@ -134,6 +138,7 @@ def looped_and_batched():
     return results
 
 
+@pytest.mark.slow
 def test_batched_experts_are_megatrons(workers_1):
     ((loss, expected), (batched_loss, seen)) = workers_1.run(looped_and_batched)[0]
     torch.testing.assert_close(batched_loss, loss)

@@ -20,10 +20,10 @@ from megatron_router_replay.mcore.core.hooks import sources_of
 from megatron_router_replay.mcore.core.tape import Entry
 from megatron_router_replay.mcore.model.upstream import megatron_version, version_numbers
 from megatron_router_replay.testing import ParallelSizes
-from megatron_router_replay.testing.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 from tests.support.gradients import gradients
 from tests.support.microbatches import split_microbatch
 from tests.support.schedule import random_microbatches, run_schedule
+from tests.support.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 from tests.unit.mcore.tiny_chunk import as_map, random_routes
 
 MEGATRON = version_numbers(megatron_version())

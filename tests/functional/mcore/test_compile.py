@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError
-from megatron_router_replay.testing.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 from tests.functional.mcore.cases import (
     DRAWN,
     FULL,
@@ -30,6 +29,7 @@ from tests.functional.mcore.cases import (
     random_trace,
     watched,
 )
+from tests.support.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 
 NUM_LAYERS = 2
 CASE = Case(config={"num_layers": NUM_LAYERS}, batch_size=1)

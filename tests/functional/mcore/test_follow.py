@@ -12,10 +12,10 @@ from megatron_router_replay.errors import LayoutError
 from megatron_router_replay.layout.rows import pack_sequences, pad_sequences
 from megatron_router_replay.layout.split import split_context_parallel
 from megatron_router_replay.testing import ParallelSizes
-from megatron_router_replay.testing.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 from tests.functional.mcore.cases import DRAWN, FULL, Case, random_routes, same, watched, wrong_replays
 from tests.support.gradients import gradients
 from tests.support.schedule import masked_mean_loss, run_schedule
+from tests.support.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 
 pytestmark = pytest.mark.version
 CUT = 12
@@ -84,7 +84,7 @@ def follow(layout: ParallelSizes, kind: str, raw_stages: bool = False) -> int:
     from megatron.core import parallel_state
 
     layout.initialize()
-    chunks = build_tiny_gpt(tiny_gpt_config(layout, **FULL), layout, core_attention="small")
+    chunks = build_tiny_gpt(tiny_gpt_config(layout, **FULL), layout, small_attention=True)
     cp_rank = parallel_state.get_context_parallel_rank()
     # Shuffled, a sample twice, others left out; each rank of data parallelism has its own.
     groups = [[4, 0, 2], [1, 3, 5], [2, 2, 0], [3, 1, 4]]
@@ -154,7 +154,7 @@ def all_ranks_raise(layout: ParallelSizes) -> str:
     from megatron.core import parallel_state
 
     layout.initialize()
-    chunks = build_tiny_gpt(tiny_gpt_config(layout), layout, core_attention="small")
+    chunks = build_tiny_gpt(tiny_gpt_config(layout), layout, small_attention=True)
     cp_rank = parallel_state.get_context_parallel_rank()
     microbatch = batch([4, 0, 2], "right", layout, cp_rank)
     if cp_rank == 1:  # of four chunks, rank 1 has the two in the middle
@@ -180,7 +180,7 @@ def contiguous(layout: ParallelSizes) -> int:
     layout.initialize()
     whole = batch([4, 0, 2], "packed", ParallelSizes(), 0)
     rank, size = parallel_state.get_context_parallel_rank(), layout.cp_size
-    (chunk,) = build_tiny_gpt(tiny_gpt_config(layout), layout, core_attention="small")
+    (chunk,) = build_tiny_gpt(tiny_gpt_config(layout), layout, small_attention=True)
 
     def check(failed: Tensor, message: str, detail: Any = None) -> None:
         assert not failed, message
@@ -203,7 +203,7 @@ def record(layout: ParallelSizes, path: str) -> tuple[int, ...]:
     from megatron.core import parallel_state
 
     layout.initialize()
-    chunks = build_tiny_gpt(tiny_gpt_config(layout), layout, core_attention="small")
+    chunks = build_tiny_gpt(tiny_gpt_config(layout), layout, small_attention=True)
     cp_rank, shift = parallel_state.get_context_parallel_rank(), parallel_state.get_data_parallel_rank()
     microbatches = [batch(numbers, "right", layout, cp_rank) for numbers in ([4, 0, 2], [1, 3, 5])]
     microbatches = microbatches if parallel_state.get_data_parallel_world_size() == 1 else [microbatches[shift]]
@@ -220,7 +220,7 @@ def record(layout: ParallelSizes, path: str) -> tuple[int, ...]:
 def replay_recorded(layout: ParallelSizes, path: str, kind: str) -> list[float]:
     """Replay it with other micro-batches; return the losses of the recorded routes."""
     layout.initialize()
-    chunks = build_tiny_gpt(tiny_gpt_config(layout, **FULL), layout, core_attention="small")
+    chunks = build_tiny_gpt(tiny_gpt_config(layout, **FULL), layout, small_attention=True)
     microbatches = [batch(numbers, kind, layout, 0) for numbers in ([3, 0, 5], [2, 1, 4])]
     trace = mrr.load_trace(path)
     with watched(chunks) as seen, mrr.replay(chunks, trace, verify=True, **DRAWN) as session:

@@ -9,10 +9,10 @@ import megatron_router_replay as mrr
 from megatron_router_replay.layout import number_rows, split_context_parallel
 from megatron_router_replay.layout.rows import pack_sequences
 from megatron_router_replay.testing import ParallelSizes
-from megatron_router_replay.testing.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 from tests.functional.mcore.cases import DRAWN, FULL, Case, random_routes, watched, wrong_replays
 from tests.support.gradients import gradients, merge_by_name
 from tests.support.schedule import run_schedule
+from tests.support.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 
 pytestmark = pytest.mark.version
 LENGTHS = (5, 16, 9)
@@ -43,7 +43,7 @@ def train_packed(layout: ParallelSizes, rows_are_split: bool = True) -> dict[str
     from megatron.core.packed_seq_params import PackedSeqParams
 
     layout.initialize()
-    chunks = build_tiny_gpt(tiny_gpt_config(layout, **FULL), layout, core_attention="small")
+    chunks = build_tiny_gpt(tiny_gpt_config(layout, **FULL), layout, small_attention=True)
     fields = {
         "tokens": ([sample[:-1] for sample in samples()], 0),
         "labels": ([sample[1:] for sample in samples()], 0),

@@ -10,7 +10,6 @@ import megatron_router_replay as mrr
 from megatron_router_replay.mcore import layer_numbers_of
 from megatron_router_replay.mcore.model.upstream import TOPK_ORDER_FOLLOWS_GRAD
 from megatron_router_replay.testing import ParallelSizes
-from megatron_router_replay.testing.tiny_gpt import tiny_gpt_config
 from tests.functional.mcore.cases import (
     DRAWN,
     FULL,
@@ -24,6 +23,7 @@ from tests.functional.mcore.cases import (
     rows_seen,
     run,
 )
+from tests.support.tiny_gpt import tiny_gpt_config
 from tests.support.tiny_hybrid import build_tiny_hybrid
 from tests.unit.mcore.tiny_chunk import AROUND, EXPERTS, SCORES, Chunk, plain, reentrant
 

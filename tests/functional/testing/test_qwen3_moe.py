@@ -5,6 +5,7 @@ from megatron_router_replay.errors import RouterReplayError
 from megatron_router_replay.testing import ParallelSizes, load_qwen3_moe
 from megatron_router_replay.testing.qwen3_moe import qwen3_moe_config
 from tests.support.schedule import run_schedule
+from tests.support.small_attention import SmallAttention
 
 
 def tokens():
@@ -41,8 +42,8 @@ def checkpoint_and_logits(request, checkpoints_dir):
 @pytest.mark.parametrize(
     ("layout", "core_attention"),
     [
-        (ParallelSizes(), "local"),
-        (ParallelSizes(), "small"),
+        (ParallelSizes(), None),
+        (ParallelSizes(), SmallAttention),
         (ParallelSizes(tp_size=2, ep_size=2), None),
         (ParallelSizes(tp_size=2, pp_size=2, ep_size=2, vp_size=2), None),
     ],
@@ -62,11 +63,6 @@ def test_logits_equal_those_of_transformers(on_ranks, checkpoint_and_logits, lay
 def test_the_dense_layer_of_the_checkpoint_is_dense(checkpoints_dir):
     config = qwen3_moe_config(checkpoints_dir / "qwen3moe", ParallelSizes())
     assert config.moe_layer_freq == [1, 0, 1, 1]
-
-
-def test_any_field_can_be_overridden(checkpoints_dir):
-    config = qwen3_moe_config(checkpoints_dir / "qwen3moe", ParallelSizes(), recompute_granularity="selective")
-    assert config.recompute_granularity == "selective"
 
 
 def test_another_model_raises(tmp_path):

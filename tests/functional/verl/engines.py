@@ -16,11 +16,10 @@ from verl.workers.engine.megatron import MegatronEngineWithLMHead
 from verl.workers.utils.losses import ppo_loss
 
 from megatron_router_replay.testing import ParallelSizes
-from megatron_router_replay.testing.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 from megatron_router_replay.trainers.verl import engine as replay_engine
 from megatron_router_replay.trainers.verl.engine import RouterReplayEngine
 from tests.functional.verl.batches import VOCAB_SIZE
-from tests.trainers.small_model import without_masks
+from tests.support.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 
 # The batches' routes are drawn at random, so that none is the router's own choice: it cannot agree.
 replay_engine.options["min_agreement"] = 0
@@ -51,9 +50,7 @@ class OnCpu:
     def _build_megatron_module(self) -> list[Any]:
         self.microbatches: list[tuple[int, list[list[int]]]] = []
         layout = layout_of(self.engine_config)
-        chunks = build_tiny_gpt(self.tf_config, layout, vocab_size=VOCAB_SIZE, core_attention="small")
-        without_masks(chunks)
-        return chunks
+        return build_tiny_gpt(self.tf_config, layout, vocab_size=VOCAB_SIZE, small_attention=True)
 
     def forward_step(self, batch_iter: Iterator[Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         batch = next(batch_iter)

@@ -17,70 +17,48 @@ class SmallAttention(torch.nn.Module):
     """Causal dot-product attention, built and called by Megatron's SelfAttention like any core attention.
 
     Under context parallelism each packed sequence is split zigzag, as Megatron and Transformer Engine do; see
-    `row_positions`. Grouped-query attention is supported; attention masks,
-    biases, dropout and windows are not and raise.
+    `row_positions`. Grouped-query attention is supported; masks are not looked at (padding lies behind all tokens), and
+    there are no biases, dropout or windows.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        layer_number: int,
-        attn_mask_type: Any,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: Any = None,
-        **unknown: Any,
-    ) -> None:
+    def __init__(self, config: Any, *args: Any, pg_collection: Any, softmax_scale: Any = None, **kwargs: Any) -> None:
         super().__init__()
-        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        if dropout or config.window_size or config.softmax_type != "vanilla" or unknown:
-            raise ValueError(
-                f"SmallAttention has no dropout (got {dropout}), window (got {config.window_size}), softmax offset "
-                f"(softmax_type={config.softmax_type!r}) and none of {sorted(unknown)}; use core_attention='local'."
-            )
-        self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
+        assert not config.attention_dropout, "SmallAttention has no dropout"
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.cp_group = pg_collection.cp
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: Any = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
+        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any
     ) -> Tensor:
         """Attend.
 
         Args:
             query: [s, b, heads, d], or packed [t, heads, d]; this context-parallel rank's rows.
             key, value: the same with one head per query group.
-            attention_mask: must be None; the attention is causal.
             packed_seq_params: Megatron's PackedSeqParams with cu_seqlens of the whole row, before the split.
 
         Returns:
             [s, b, heads * d], or packed [t, heads * d].
         """
-        if attention_mask is not None or attention_bias is not None:
-            raise ValueError("SmallAttention is causal and takes no attention_mask or attention_bias: pass None.")
         cu_seqlens = cu_seqlens_in_memory(packed_seq_params)
         if cu_seqlens is not None:
             query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
         cp_rank, cp_size = self.cp_group.rank(), self.cp_group.size()
         length = query.shape[0] * cp_size
-        query_rows = row_positions(length, cp_rank=cp_rank, cp_size=cp_size, cu_seqlens=cu_seqlens)
         rows_by_rank = [
             row_positions(length, cp_rank=rank, cp_size=cp_size, cu_seqlens=cu_seqlens) for rank in range(cp_size)
         ]
-        key_rows = torch.cat(rows_by_rank, dim=1)
+        query_rows, key_rows = rows_by_rank[cp_rank], torch.cat(rows_by_rank, dim=1)
         if cp_size > 1:
             key, value = _GatherRows.apply(key, self.cp_group), _GatherRows.apply(value, self.cp_group)  # type: ignore[no-untyped-call]
-
         visible = (query_rows[0, :, None] == key_rows[0]) & (query_rows[1, :, None] >= key_rows[1])
-        context = _attend(query, key, value, visible, self.softmax_scale)
+
+        heads_per_group = query.shape[2] // key.shape[2]
+        key = key.repeat_interleave(heads_per_group, dim=2)
+        value = value.repeat_interleave(heads_per_group, dim=2)
+        scores = torch.einsum("qbhd,kbhd->bhqk", query, key) * self.softmax_scale
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+        context = torch.einsum("bhqk,kbhd->qbhd", weights, value).flatten(2)
         return context.flatten(1) if cu_seqlens is not None else context
 
 
@@ -97,24 +75,17 @@ def row_positions(length: int, *, cp_rank: int, cp_size: int, cu_seqlens: Tensor
     Returns:
         [2, length // cp_size] int64: sequence index and position, in this rank's row order.
 
-    Raises:
-        ValueError: a sequence cannot be cut into 2 * cp_size equal chunks.
-
     Source: Megatron-Core 0.16.1, utils.get_batch_on_this_cp_rank; Transformer Engine's thd_get_partitioned_indices.
     """
     starts = [0, length] if cu_seqlens is None else cu_seqlens.tolist()
-    if starts[-1] != length:
-        raise ValueError(f"packed rows end at cu_seqlens[-1]={starts[-1]}, but there are {length} rows.")
-    chunks = 2 * cp_size if cp_size > 1 else 1
+    assert starts[-1] == length, f"packed rows end at {starts[-1]}, but there are {length} rows"
     rows = []
     for index, (start, end) in enumerate(pairwise(starts)):
-        if (end - start) % chunks != 0:
-            raise ValueError(
-                f"sequence {index} has {end - start} tokens: not a multiple of 2 * cp_size={chunks}. Pad it first."
-            )
-        pieces = torch.arange(end - start).chunk(chunks) if end > start else [torch.arange(0)] * chunks
-        mine = torch.cat([pieces[cp_rank], pieces[chunks - 1 - cp_rank]]) if cp_size > 1 else pieces[0]
-        rows.append(torch.stack([torch.full_like(mine, index), mine]))
+        positions = torch.arange(end - start)
+        if cp_size > 1:
+            pieces = positions.view(2 * cp_size, -1)
+            positions = pieces[[cp_rank, 2 * cp_size - 1 - cp_rank]].flatten()
+        rows.append(torch.stack([torch.full_like(positions, index), positions]))
     return torch.cat(rows, dim=1)
 
 
@@ -125,16 +96,6 @@ def cu_seqlens_in_memory(packed_seq_params: Any) -> Tensor | None:
     padded: Tensor | None = packed_seq_params.cu_seqlens_q_padded
     unpadded: Tensor | None = packed_seq_params.cu_seqlens_q
     return padded if padded is not None else unpadded
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, softmax_scale: float) -> Tensor:
-    """Attend from [sq, b, heads, d] to [sk, b, groups, d] where visible [sq, sk]; return [sq, b, heads * d]."""
-    heads_per_group = query.shape[2] // key.shape[2]
-    key = key.repeat_interleave(heads_per_group, dim=2)
-    value = value.repeat_interleave(heads_per_group, dim=2)
-    scores = torch.einsum("qbhd,kbhd->bhqk", query, key) * softmax_scale
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
-    return torch.einsum("bhqk,kbhd->qbhd", weights, value).flatten(2)
 
 
 class _GatherRows(torch.autograd.Function):
