@@ -1,16 +1,13 @@
-"""Rows of cells -> plain text or HTML: the one table that reports, diffs, pages and commands print, and a file of it.
+"""Rows of cells -> plain text: the one table that reports, diffs and commands print.
 
 Nothing here needs torch: a command must work where it is missing.
 """
 
 from __future__ import annotations
 
-import os
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
-from pathlib import Path
 
 _UNSEEN = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
 """Categories of characters that a terminal obeys or hides: controls, directions, halves of pairs, line separators."""
@@ -31,14 +28,12 @@ class Table:
     """Cells with titles, or facts: a label, its value and a remark in each row.
 
     Args:
-        name: one word, the id of the HTML table: `table-<name>`.
         rows: cells of each row, as many in every row.
         head: titles of the columns; empty: facts need none.
         words: columns of words, aligned left; all other columns are numbers, aligned right.
         left_out: a sentence about rows that are not here; empty: all are.
     """
 
-    name: str
     rows: Sequence[Sequence[str]]
     head: Sequence[str] = ()
     words: Sequence[int] = ()
@@ -53,25 +48,6 @@ class Table:
         align = [str.ljust if column in self.words else str.rjust for column in range(len(widths))]
         text = ["  " + "  ".join(pad(cell, width) for pad, cell, width in zip(align, line, widths)) for line in cells]
         return "\n".join(line.rstrip() for line in [*text, *([f"  {self.left_out}"] if self.left_out else [])])
-
-    def html(self) -> str:
-        """Return a `<table>` that a notebook or a page shows; every cell is escaped."""
-        head = "".join(f"<th{self._style(i)}>{escape(title)}</th>" for i, title in enumerate(self.head))
-        body = "".join(
-            "<tr>" + "".join(f"<td{self._style(i)}>{escape(cell)}</td>" for i, cell in enumerate(cells)) + "</tr>"
-            for cells in self.rows
-        )
-        columns = len(self.head) or max(map(len, self.rows), default=1)
-        foot = f'<tfoot><tr><td colspan="{columns}">{escape(self.left_out)}</td></tr></tfoot>' if self.left_out else ""
-        return (
-            f'<table id="table-{escape(self.name)}">'
-            + (f"<thead><tr>{head}</tr></thead>" if head else "")
-            + f"<tbody>{body}</tbody>{foot}</table>"
-        )
-
-    def _style(self, column: int) -> str:
-        # Inline, because notebooks drop style sheets.
-        return f' style="text-align:{"left" if column in self.words else "right"}"'
 
 
 def percent(value: float) -> str:
@@ -97,19 +73,3 @@ def number_words(numbers: Iterable[int], most: int = 8) -> str:
             runs.append([number, number])
     shown = [f"{first}" if first == last else f"{first}..{last}" for first, last in runs[:most]]
     return ", ".join([*shown, *(["..."] if len(runs) > most else [])]) or "none"
-
-
-def replace_text(path: str | os.PathLike[str], text: str) -> Path:
-    """Write text to a file and return its path; an earlier file stays until the new one is complete.
-
-    Raises:
-        OSError: it cannot be written; nothing was changed.
-    """
-    target = Path(path)
-    temporary = target.with_name(f".{target.name[:40]}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return target

@@ -37,7 +37,6 @@ def _text(result: DemoResult) -> str:
     recomputes = f"{result.recomputes_identical} of {result.recomputes_checked}"
     gaps = f"{result.logprob_gap_without:.4f}", f"{result.logprob_gap_with:.4f}"
     table = Table(
-        name="demo",
         head=("", "without replay", "with replay"),
         words=(0,),
         rows=[

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,7 +11,6 @@ from megatron_router_replay.cli.output import Json, emit, progress, reporting_er
 
 StepOf = typer.Option(help="The step, if it is a folder of several.", metavar="N")
 RunOf = typer.Option(help="The run, if several saved that step.", metavar="RUN")
-NameOf = typer.Option(help="Its name in texts; the file's name by default.", metavar="NAME")
 
 
 def diff(
@@ -20,17 +19,12 @@ def diff(
     html: Annotated[
         Path | None, typer.Option(help="Also write a page: a map of layers by positions, and the text.", metavar="FILE")
     ] = None,
-    name_a: Annotated[str, NameOf] = "",
-    name_b: Annotated[str, NameOf] = "",
     step_a: Annotated[int | None, StepOf] = None,
     step_b: Annotated[int | None, StepOf] = None,
     run_a: Annotated[str | None, RunOf] = None,
     run_b: Annotated[str | None, RunOf] = None,
     common: Annotated[
         bool, typer.Option("--common", help="Rows and layers that only one has do not count as different.", metavar="")
-    ] = False,
-    layers: Annotated[
-        bool, typer.Option("--layers", help="List every layer, not only those that differ most.", metavar="")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -45,20 +39,12 @@ def diff(
         from megatron_router_replay.diagnostics import diff_traces
         from megatron_router_replay.diagnostics.trace_diff import diff_text
 
-        stems = a.absolute().stem, b.absolute().stem
-        stem_a, stem_b = stems if stems[0] != stems[1] else ("a", "b")
+        name_a, name_b = a.absolute().stem, b.absolute().stem
+        if name_a == name_b:
+            name_a, name_b = "a", "b"
         with progress("comparing") as on_rows:
-            found = diff_traces(
-                a,
-                b,
-                name_a=name_a or stem_a,
-                name_b=name_b or stem_b,
-                step_a=step_a,
-                step_b=step_b,
-                run_a=run_a,
-                run_b=run_b,
-                on_rows=on_rows,
-            )
+            options: dict[str, Any] = {"step_a": step_a, "step_b": step_b, "run_a": run_a, "run_b": run_b}
+            found = diff_traces(a, b, name_a=name_a, name_b=name_b, **options, on_rows=on_rows)
         if html is not None:
             from megatron_router_replay.diagnostics.page import save_page
 
@@ -66,6 +52,6 @@ def diff(
             say(f"wrote {html}")
         # Two traces with nothing in common are not the same, whatever --common leaves out.
         same = found.same_in_common and bool(found.decisions) if common else found.same
-        text = diff_text(found, max_layers=None if layers else 10, hint=" (--layers lists all)")
+        text = diff_text(found, max_layers=10, hint=" (--json lists all)")
         emit(text, found.to_dict() | {"same": same}, as_json=as_json)
     raise typer.Exit(0 if same else 1)

@@ -14,8 +14,6 @@ from megatron_router_replay.tables import Table, number_words, percent, printabl
 if TYPE_CHECKING:
     from megatron_router_replay.store import TraceStore
 
-_MAX_STEPS_SHOWN = 20
-
 
 def inspect(
     path: Annotated[
@@ -59,7 +57,6 @@ def _step(store: TraceStore, step: int) -> dict[str, Any]:
 
 def _steps_text(values: dict[str, Any]) -> str:
     steps = values["steps"]
-    shown = steps if len(steps) <= _MAX_STEPS_SHOWN else steps[: _MAX_STEPS_SHOWN - 5] + steps[-5:]
     rows = [
         (
             *(str(value) for value in (step["step"], len(step["runs"]), step["ranks"], step["parts"])),
@@ -67,11 +64,10 @@ def _steps_text(values: dict[str, Any]) -> str:
             str(len(step["layer_numbers"])),
             f"{step['bytes'] / 1e6:,.1f}",
         )
-        for step in shown
+        for step in steps
     ]
-    left_out = f", {len(steps) - len(shown)} of them left out here" if len(shown) < len(steps) else ""
-    table = Table(name="steps", head=("step", "runs", "ranks", "parts", "tokens", "layers", "MB"), rows=rows)
-    title = f"{printable(values['path'])}: a folder of {len(steps)} steps{left_out}"
+    table = Table(head=("step", "runs", "ranks", "parts", "tokens", "layers", "MB"), rows=rows)
+    title = f"{printable(values['path'])}: a folder of {len(steps)} steps"
     return f"{title}\n{table.text()}\n--step N summarizes one, --run RUN a run of it"
 
 
@@ -138,4 +134,4 @@ def _trace_text(values: dict[str, Any]) -> str:
         unused = sum(values["unused_experts_by_layer"])
         facts["never chosen"] = f"{unused:,} of {len(layers) * values['num_experts']:,} experts"
     title = f"{printable(values['path'])}: a trace, {values['bytes'] / 1e6:,.1f} MB, every byte checked"
-    return title + "\n" + Table(name="trace", words=(0, 1), rows=list(facts.items())).text()
+    return title + "\n" + Table(words=(0, 1), rows=list(facts.items())).text()

@@ -14,7 +14,6 @@ import megatron_router_replay
 from megatron_router_replay.diagnostics.counting import Difference
 from megatron_router_replay.diagnostics.trace_diff import TraceDiff, diff_text, fact_lines, noise_words, verdict
 from megatron_router_replay.errors import TraceError
-from megatron_router_replay.tables import replace_text
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -64,7 +63,7 @@ def save_page(diff: TraceDiff, path: str | os.PathLike[str], *, title: str = "",
 
     Raises:
         TraceError: the diff and the path are exchanged; token_text is given.
-        OSError: the file cannot be written; an older one stays as it is.
+        OSError: the file cannot be written.
     """
     if not isinstance(diff, TraceDiff):
         raise TraceError(
@@ -84,7 +83,9 @@ def save_page(diff: TraceDiff, path: str | os.PathLike[str], *, title: str = "",
         text=escape(diff_text(diff, max_layers=None)),
         version=megatron_router_replay.__version__,
     )
-    return replace_text(path, page)
+    target = Path(path)
+    target.write_text(page, encoding="utf-8")
+    return target
 
 
 def _highest(diff: TraceDiff) -> int:

@@ -252,7 +252,7 @@ def summary_table(diff: TraceDiff) -> Table:
             ("same experts, different order", f"{diff.decisions_other_order:,}", ""),
             ("rows that agree in every layer", f"{same:,}", f"({share(same, diff.rows_compared)})"),
         ]
-    return Table(name="summary", words=(0, 2), rows=rows or [("decisions compared", "0", "")])
+    return Table(words=(0, 2), rows=rows or [("decisions compared", "0", "")])
 
 
 def layers_table(diff: TraceDiff, *, max_layers: int | None = None, hint: str = "") -> Table:
@@ -270,7 +270,6 @@ def layers_table(diff: TraceDiff, *, max_layers: int | None = None, hint: str = 
         left_out = len(differing) - len(shown)
     agreement, overlap = diff.agreement_by_layer.tolist(), diff.overlap_by_layer.tolist()
     return Table(
-        name="layers",
         head=("layer", "differ", "agreement", "overlap", "different order"),
         rows=[
             (

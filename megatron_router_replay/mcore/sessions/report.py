@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from html import escape
 from typing import Any, TypedDict, cast
 
 import torch
@@ -172,7 +171,7 @@ class SessionReport:
             rows.append(("decisions verified / wrong", f"{done['verified']:,}", f"/ {done['wrong']:,}"))
         if self.agreement is not None:
             rows += self.agreement.low()
-        return Table(name="session", words=(0, 2), rows=rows)
+        return Table(words=(0, 2), rows=rows)
 
     def _headline(self) -> str:
         head = f"router {self.kind}: {self.routers} routers, {self.microbatches} micro-batches"
@@ -182,9 +181,6 @@ class SessionReport:
         return "\n".join([self._headline(), self.table().text()])
 
     __repr__ = __str__  # for notebooks and debuggers; `to_dict` has every count
-
-    def _repr_html_(self) -> str:
-        return f"<div><b>{escape(self._headline())}</b>{self.table().html()}</div>"
 
 
 def share_of(rows_replayed: int, rows_live: int) -> float | None:

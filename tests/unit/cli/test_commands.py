@@ -84,10 +84,10 @@ def test_diff_exit_codes_json_and_page(folder):
     call("diff", "good.safetensors", "no_tokens.safetensors", "--common", code=1)
     values = as_json("diff", "good.safetensors", "shifted.safetensors", code=1)
     assert (values["same"], values["facts"][0]["offset"]) == (False, -1)
-    done = call("diff", "good.safetensors", "shifted.safetensors", "--name-b", "engine", "--html", "page.html", code=1)
+    done = call("diff", "good.safetensors", "shifted.safetensors", "--html", "page.html", code=1)
     assert done.stderr == "wrote page.html\n"
-    assert "of engine match good's rows 0..598" in done.stdout
-    assert "<h1>Routing of good and engine</h1>" in Path("page.html").read_text()
+    assert "of shifted match good's rows 0..598" in done.stdout
+    assert "<h1>Routing of good and shifted</h1>" in Path("page.html").read_text()
     Path("other").mkdir()
     Path("shifted.safetensors").rename("other/good.safetensors")
     text = call("diff", "good.safetensors", "other/good.safetensors", code=1).output

@@ -45,13 +45,6 @@ def test_flips_that_were_not_counted_are_not_shown_as_none_found():
     assert "0  of 5 decisions" in str(SessionReport(kind="freeze_recompute", decisions={"recomputed": 5}))
 
 
-def test_a_notebook_gets_a_small_table():
-    html = REPLAY._repr_html_()
-    assert html.startswith("<div><b>router replay: 3 routers, 4 micro-batches</b><table")
-    assert '<td style="text-align:left">tokens replayed</td><td style="text-align:right">1,000</td>' in html
-    assert "of 1,024 decisions, first in layer 5" in FLIPS._repr_html_()
-
-
 CHOSEN = SessionReport(
     kind="replay",
     routers=2,
