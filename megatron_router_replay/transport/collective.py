@@ -11,14 +11,10 @@
 A batch has three steps. All processes meet in the store, read the sizes of the senders' traces, and compute the same plan.
 Buckets of whole rows go from the sender that has them to the first of the ranks that need them, straight into its trace, and
 from each such rank to the next: tensor- and context-parallel ranks get the same rows. All processes meet once more, so a
-batch has arrived everywhere or raises everywhere. A process that raises, or closes, ends the waits of all with its words. A
-process that is killed or stopped ends them within the time-outs that you give.
+batch has arrived everywhere or raises everywhere. A process that raises, or closes, ends the waits of all with its words; one
+that is killed or stopped, within the time-outs that you give. In a group of the caller's all of them end by the time-outs.
 
 Tested with gloo in processes of one machine. A group of NCCL, with `device="cuda"`, was not run.
-
-**No authentication.** The store and gloo accept any connection, and nothing is encrypted: a process that reaches them can
-pose as a sender and so choose the experts that a model trains with. The store listens on the address that you give, gloo on
-the interface of the host's name, or on the one that GLOO_SOCKET_IFNAME names. Use a network that only the job can reach.
 """
 
 from __future__ import annotations
@@ -31,6 +27,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from itertools import accumulate
+from threading import Thread
 from types import TracebackType
 from typing import Any, Self
 
@@ -40,7 +37,7 @@ from torch import Tensor
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trace.header import TraceFormat
 from megatron_router_replay.transport.gather import Memory, RowSource, TraceRows, trace_of_memory, views_of_bytes
-from megatron_router_replay.transport.group import Connections, Store, Transfer, run_in_thread
+from megatron_router_replay.transport.group import Connections, Store, Transfer
 from megatron_router_replay.transport.plan import (
     ParallelLayout,
     Part,
@@ -123,7 +120,6 @@ class RouteGroup:
             # The thread that sends a batch has its own current device.
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._sending: Future[None] | None = None
-        self._staging: list[Tensor] = []  # kept from batch to batch: new memory costs time
         members = [f"rollout process {number}" for number in range(num_senders)]
         members += [f"training rank {place}" for place in places]
         self._connections = Connections(store, name, rank=self._rank, members=members, timeout=timeout, group=group)
@@ -156,8 +152,10 @@ class RouteGroup:
                 "partition": partition if isinstance(partition, str) else [[*map(int, rank)] for rank in partition],
                 "times": self.times.take(),
             }
-        # The source lives as long as the thread: no other reference.
-        self._sending = run_in_thread(self._send, source, header, name="routes-send")
+        self._sending = Future()
+        # A daemon, no ThreadPoolExecutor: the interpreter joins an executor's threads before any atexit function runs, so
+        # one that waits for a peer would keep the process from ending.
+        Thread(target=self._send, args=(source, header, self._sending), name="routes-send", daemon=True).start()
 
     def join(self) -> None:
         """Wait until the batch that is sent in the background has arrived everywhere.
@@ -233,29 +231,34 @@ class RouteGroup:
         plan = plan_routes(lengths, layout=self.layout, format=format, partition=first["partition"])
         return plan, list(accumulate(sum(each["sequence_lengths"]) for each in headers))
 
-    def _send(self, source: RowSource, header: dict[str, Any]) -> None:
-        with self._connections.failing_all():
-            plan, sender_ends = self._begin(header)
-            with self.times.measure("send"):
-                size = max(self._bucket_bytes, source.format.row_bytes())
-                if not self._staging or self._staging[0].numel() < size:
-                    buffers = range(_NUM_BUFFERS)
-                    self._staging = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in buffers]
-                # Tensor- and context-parallel ranks get their rows from the rank before them.
-                first_ranks = list(plan)[:: self.layout.num_copies]
-                rank_of = {place: rank for rank, place in enumerate(plan, self._num_senders)}
-                buckets = plan_buckets({place: plan[place] for place in first_ranks}, sender_ends, self._bucket_bytes)
-                under_way: deque[Transfer] = deque()
-                for i, bucket in enumerate(bucket for bucket in buckets if bucket.sender == self.sender):
-                    if i >= _NUM_BUFFERS:
-                        self._connections.finish(under_way.popleft())  # which was the last use of this buffer
-                    format = plan[bucket.place].format
-                    memory = views_of_bytes(self._staging[i % _NUM_BUFFERS], format, bucket.stop - bucket.start)
-                    source.fill(bucket.runs, format.layer_numbers, memory)
-                    under_way.append(self._connections.send(_messages(memory), rank_of[bucket.place]))
-                for transfer in under_way:
-                    self._connections.finish(transfer)
-                self._connections.end()
+    def _send(self, source: RowSource, header: dict[str, Any], done: Future[None]) -> None:
+        try:
+            with self._connections.failing_all():
+                self._send_batch(source, header)
+            done.set_result(None)
+        except BaseException as error:
+            done.set_exception(error)
+
+    def _send_batch(self, source: RowSource, header: dict[str, Any]) -> None:
+        plan, sender_ends = self._begin(header)
+        with self.times.measure("send"):
+            size = max(self._bucket_bytes, source.format.row_bytes())
+            staging = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(_NUM_BUFFERS)]
+            # Tensor- and context-parallel ranks get their rows from the rank before them.
+            first_ranks = list(plan)[:: self.layout.num_copies]
+            rank_of = {place: rank for rank, place in enumerate(plan, self._num_senders)}
+            buckets = plan_buckets({place: plan[place] for place in first_ranks}, sender_ends, self._bucket_bytes)
+            under_way: deque[Transfer] = deque()
+            for i, bucket in enumerate(bucket for bucket in buckets if bucket.sender == self.sender):
+                if i >= _NUM_BUFFERS:
+                    self._connections.finish(under_way.popleft())  # which was the last use of this buffer
+                format = plan[bucket.place].format
+                memory = views_of_bytes(staging[i % _NUM_BUFFERS], format, bucket.stop - bucket.start)
+                source.fill(bucket.runs, format.layer_numbers, memory)
+                under_way.append(self._connections.send(_messages(memory), rank_of[bucket.place]))
+            for transfer in under_way:
+                self._connections.finish(transfer)
+            self._connections.end()
 
     def _receive(self, consume: Consume | None) -> tuple[Part, dict[str, Tensor]]:
         """Receive buckets into the memory of the whole part, or of two buckets for `consume`, and pass them on."""

@@ -1,20 +1,19 @@
 """The processes of a transport: they meet in a store, and send tensors over a process group with time-outs.
 
-Any thread that waits also polls the store for the first error of the transport, so all processes raise the same words. A
-process that is killed or stopped publishes no error: its peers lose it, or run out of time, and write that into the store.
+A process that fails writes its words into the store, if it is the first, and closes its connections. Its peers lose it, raise
+the first words and close theirs, and so on; who waits in the store looks for an error there. A process that is killed or
+stopped writes nothing: its peers lose it, or run out of time, and write that.
 """
 
 from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,13 +21,12 @@ from torch import Tensor
 
 from megatron_router_replay.transport.plan import TransportError
 
-T = TypeVar("T")
 Store = Any
 """A torch.distributed.Store with `clone`, such as a TCPStore."""
 
 _STORE_TIMEOUT = timedelta(seconds=10)
-_POLL_S = 0.5
-"""How often a process that waits for a message looks for an error in the store."""
+_TOGETHER_S = 1.0
+"""Within so many seconds, processes that wait for each other run out of time together."""
 _CLOSE = 1
 """A tag that no message has."""
 
@@ -36,8 +34,9 @@ _CLOSE = 1
 def open_store(host: str, port: int = 0, *, is_server: bool, timeout: timedelta = timedelta(minutes=2)) -> Store:
     """Return the store where the processes of a transport meet.
 
-    It has no authentication: any process that reaches the port can pose as one of the transport. The server listens on the
-    address of `host` alone; give one of a network that only the job can reach.
+    The store and gloo have no authentication, and nothing is encrypted: a process that reaches them can pose as a sender and
+    so choose the experts that a model trains with. The server listens on the address of `host` alone, gloo on the interface
+    of the host's name, or on the one that GLOO_SOCKET_IFNAME names. Use a network that only the job can reach.
 
     Args:
         host, port: of the server; port 0 takes a free one, `store.port`. If the server resolves its own name to a loopback
@@ -199,18 +198,18 @@ class Connections:
         peer = self._members[transfer.rank]
         with self._raising_first_words(peer):
             for work in transfer.works:
-                left = max(0.0, self._deadline - time.monotonic())
-                # In a thread that may outlive the call: neither Ctrl-C nor an error elsewhere ends a wait in C++.
-                waiting = run_in_thread(work.wait, timedelta(seconds=left + 10), name="routes-wait")
-                while not wait([waiting], max(0.0, min(_POLL_S, self._deadline - time.monotonic()))).done:
-                    self.raise_if_failed()
-                    if time.monotonic() > self._deadline:
-                        # Its time ran out together with that of the processes that it waits for: the culprit is not known.
-                        raise TimeoutError(
-                            f"did not move a batch within {self._timeout.total_seconds():g} s: {peer}, or a process that "
-                            "it waits for, does not move."
-                        )
-                waiting.result()
+                left = self._deadline - time.monotonic()
+                try:
+                    work.wait(timedelta(seconds=max(left, 0.001)))
+                except RuntimeError as error:
+                    # A wait that runs out of time closes gloo's connections, so a peer's may seem lost a moment before.
+                    if time.monotonic() < self._deadline - _TOGETHER_S:
+                        raise
+                    # Its time ran out together with that of the processes that it waits for: the culprit is not known.
+                    raise TimeoutError(
+                        f"did not move a batch within {self._timeout.total_seconds():g} s: {peer}, or a process that it "
+                        "waits for, does not move."
+                    ) from error
 
     def raise_if_failed(self) -> None:
         """Raise the first error of the transport."""
@@ -252,24 +251,6 @@ class Connections:
                         empty = torch.zeros(1, dtype=torch.uint8)
                         self._group.recv([empty], rank, _CLOSE).wait(timedelta(milliseconds=1))
         return text
-
-
-def run_in_thread(function: Callable[..., T], *args: Any, name: str) -> Future[T]:
-    """Run a function in a daemon thread of this name and return its Future.
-
-    Not a ThreadPoolExecutor: the interpreter joins an executor's threads before any atexit function runs, so one that waits
-    for a peer would keep the process from ending.
-    """
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function(*args))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return future
 
 
 def _first_line(error: BaseException) -> str:

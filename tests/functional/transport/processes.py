@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -75,8 +74,6 @@ def attempt(function: Callable[[], Any]) -> Any:
 
 def _run(pipe: Any, function: Callable[[], Any]) -> None:
     torch.set_num_threads(1)
-    # Tests that run in the background of a script inherit that Ctrl-C is ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     pipe.send(attempt(function))
 
 
@@ -109,11 +106,6 @@ def die() -> None:
 def stop() -> None:
     """Stop this process, as a debugger or a hanging driver does."""
     os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def interrupt_in_two_seconds() -> None:
-    """Press Ctrl-C when the main thread waits."""
-    threading.Timer(2.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
 
 
 def refuse() -> None:

@@ -132,7 +132,7 @@ def test_send_returns_at_once_the_next_one_waits_and_seconds_reach_training(port
         with join(port, place=Place()) as group:
             sums = [check_sum(group.receive().topk_indices)]
             line = group.times.line()
-            time.sleep(2)
+            time.sleep(1)
             asked.set()
             sums += [check_sum(group.receive().topk_indices) for _ in traces[1:]]
             return sums, line, group.times.metrics("")
@@ -141,7 +141,7 @@ def test_send_returns_at_once_the_next_one_waits_and_seconds_reach_training(port
         seen, times = [], TransportTimes("rollout")
         with join(port, sender=0, times=times) as group:
             with times.measure("decode"):
-                time.sleep(1.5)
+                time.sleep(0.5)
             for trace in traces:
                 group.send(trace)
                 seen.append(asked.is_set())
@@ -151,9 +151,9 @@ def test_send_returns_at_once_the_next_one_waits_and_seconds_reach_training(port
     assert seen == [False, False, True]
     assert sums == [check_sum(trace.topk_indices) for trace in traces]
     assert re.search(r"^routes: training waited .*: rollout side decoding \(\d\.\d s\)$", line)
-    assert metrics["rollout_decode_s"] >= 1.4
-    assert metrics["training_wait_s"] >= 1.4
-    assert metrics["rollout_wait_s"] > 1, "it comes with the next batch"
+    assert metrics["rollout_decode_s"] >= 0.4
+    assert metrics["training_wait_s"] >= 0.3
+    assert metrics["rollout_wait_s"] > 0.5, "it comes with the next batch"
 
 
 @pytest.mark.parametrize("sizes", [(2, 1, 2, 2), (2, 2, 2, 3), (1, 4, 1, 2)])
