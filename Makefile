@@ -101,10 +101,10 @@ PYTEST := -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-r
 test: $(VENV)/.triton $(MCORE)/.ready
 	PYTHONPATH=$(CURDIR)/$(MCORE) $(BIN)/python $(PYTEST) -m "not slow"
 
-# With the Megatron-Core of .venv, the oldest. OPTIONS may leave tests out: .ci/left_out.py prints the options for those
-# that a change does not touch.
+# With the Megatron-Core of .venv, the oldest: the slow tests, and those that ask what differs between versions. OPTIONS may
+# leave tests out: .ci/left_out.py prints the options for those that a change does not touch.
 test-slow: $(READY)
-	$(BIN)/python $(PYTEST) -m slow $(OPTIONS)
+	$(BIN)/python $(PYTEST) -m "slow or version" $(OPTIONS)
 
 # The tests of mcore with another Megatron-Core: make test-mcore VERSION=0.18.2. MARKED=version runs those alone that ask
 # what differs between versions; TESTS may name fewer files.

@@ -19,20 +19,28 @@ PAGES_ALWAYS_RUN = ("docs/first_hour.md",)
 """Pages of docs/ whose blocks run in every CI, as README's do; others run when they changed."""
 WHAT_RUNS_PAGES = ("conftest.py", "tests/conftest.py", "tests/snippets.py", "constraints.txt", "pyproject.toml")
 DAY = 24 * 60 * 60
+ENVIRONMENT = ("Makefile", "constraints.txt", "pyproject.toml", "conftest.py", "tests/conftest.py", "tests/support/")
+"""Files that every test reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Slow tests or a step of .ci/run, the files of its own, and the files that it does not read."""
+    """Slow tests or a step of .ci/run, the files of its own, and the files that it does not read.
+
+    Without `unused`, the group is touched by files of its own alone: its tests repeat on real software of others, in every
+    landing too slow, what quick tests ask of stand-ins and of the oldest and the newest Megatron-Core.
+    """
 
     name: str
     tests: tuple[str, ...]
     sources: tuple[str, ...]
-    unused_parts: tuple[str, ...]
-    unused: tuple[str, ...]
+    unused_parts: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
 
     def touched(self, changed: list[str]) -> list[str]:
         """Return the changed paths that may matter to these tests."""
+        if not self.unused:
+            return [path for path in changed if path.startswith((*self.tests, *self.sources, *ENVIRONMENT))]
         parts = tuple(f"megatron_router_replay/{part}/" for part in self.unused_parts)
         unrelated = (*TEXT, *QUICK_TESTS, *parts, *self.unused)
         return [
@@ -44,11 +52,33 @@ class Group:
 
 GROUPS = [
     Group(
-        name="GRPO, with a real vLLM",
+        name="a real vLLM",
+        tests=("tests/functional/grpo/test_vllm.py",),
+        sources=(
+            "tests/functional/grpo/cases.py",
+            "examples/grpo/",
+            "megatron_router_replay/engines/",
+            "constraints-vllm.txt",
+        ),
+    ),
+    Group(
+        name="effect",
+        tests=("tests/functional/effect",),
+        sources=("examples/effect/", "examples/grpo/", "docs/effect.md", "docs/images/effect_"),
+    ),
+    Group(
+        name="GRPO",
         tests=("tests/functional/grpo",),
         sources=("examples/grpo/",),
         unused_parts=("cli", "demo", "diagnostics"),
-        unused=("benchmarks/", "examples/effect/", "examples/walkthroughs/", "examples/first_", "constraints-verl.txt"),
+        unused=(
+            "benchmarks/",
+            "examples/effect/",
+            "examples/walkthroughs/",
+            "examples/first_",
+            "constraints-verl.txt",
+            "constraints-vllm.txt",
+        ),
     ),
     Group(
         name="benchmarks",
@@ -87,21 +117,25 @@ GROUPS = [
     ),
 ]
 
-ENVIRONMENTS = ("constraints-verl.txt", "constraints-vllm.txt")
 STEPS = [
     Group(
         name="verl",
         tests=("tests/functional/verl",),
-        sources=("megatron_router_replay/trainers/", "constraints-verl.txt"),
-        unused_parts=("capture", "cli", "demo", "diagnostics", "engines", "store", "transport"),
-        unused=("benchmarks/", "examples/", "constraints-vllm.txt"),
+        sources=(
+            "megatron_router_replay/trainers/",
+            "megatron_router_replay/mcore/sessions/",
+            "tests/trainers/",
+            "constraints-verl.txt",
+        ),
     ),
     Group(
         name="versions",
         tests=("tests/unit/mcore", "tests/functional/mcore"),
-        sources=("megatron_router_replay/mcore/",),
-        unused_parts=("capture", "cli", "demo", "diagnostics", "engines", "store", "trainers", "transport"),
-        unused=("benchmarks/", "examples/", *ENVIRONMENTS),
+        sources=(
+            "megatron_router_replay/mcore/model/",
+            "megatron_router_replay/mcore/core/",
+            "megatron_router_replay/testing/",
+        ),
     ),
     Group(
         name="wheel",
@@ -118,7 +152,7 @@ STEPS = [
             "trainers",
             "transport",
         ),
-        unused=("benchmarks/", "examples/", *ENVIRONMENTS),
+        unused=("benchmarks/", "examples/", "constraints-verl.txt", "constraints-vllm.txt"),
     ),
 ]
 """Steps of .ci/run besides the slow tests."""
