@@ -198,27 +198,14 @@ def noticed_by(pid: int) -> Path:
     return Path(tempfile.gettempdir()) / f"noticed_by_{pid}"
 
 
-def passes(fork: BaseProcess) -> bool:
-    """Wait for a fork; return whether its tests passed."""
-    fork.join()
-    return fork.exitcode == 0
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--tests", nargs="+")
     parser.add_argument("--rooms", nargs="*", choices=ROOMS, help="instead of files: these rooms, or all of them")
-    parser.add_argument("--every", type=int, default=1, help="take only every n-th mutant")
-    parser.add_argument(
-        "--sample", type=int, help="take so many mutants of a room, evenly spread (default 20)", default=20
-    )
-    parser.add_argument(
-        "--load", nargs="*", default=(), help="packages that the tests need, loaded once for all mutants"
-    )
+    parser.add_argument("--sample", type=int, help="take so many mutants of a room, evenly spread", default=20)
     parser.add_argument("--names", action="store_true", help="print each mutant, with the test that noticed it first")
     parser.add_argument("--again", type=Path, help="take only the mutants that survived in this output of a run before")
-    parser.add_argument("--jobs", type=int, default=1, help="mutants that run at the same time")
     options = parser.parse_args()
     # A fork ends without cleaning up, and what a test imports (wandb, by way of Megatron-Core) makes folders on import.
     with tempfile.TemporaryDirectory(prefix="mutants_") as folder:
@@ -226,14 +213,11 @@ def main() -> int:
         if options.rooms is None:
             if not options.files or not options.tests:
                 parser.error("name files and their --tests, or --rooms")
-            return run_mutants(options)
+            return run_mutants(options, options.files, options.tests)
         for room in options.rooms or ROOMS:
-            options.files = sorted((PACKAGE / room).rglob("*.py")) or [PACKAGE / f"{room}.py"]
-            options.tests = [*ROOMS[room], "-m", "not slow"]
-            options.load = ["megatron.core.models.gpt"] if room.startswith(("mcore", "trainers")) else []
-            options.every = max(1, sum(len(places_in(path.read_text())) for path in options.files) // options.sample)
+            files = sorted((PACKAGE / room).rglob("*.py")) or [PACKAGE / f"{room}.py"]
             print(f"\n{room}:", flush=True)
-            run_mutants(options)
+            run_mutants(options, files, [*ROOMS[room], "-m", "not slow"], sample=options.sample)
     return 0
 
 
@@ -250,61 +234,55 @@ cpu_seconds_of: dict[tuple[str, ...], int] = {}
 """Tests -> the limit of processor time of a mutant's run, from a run without one."""
 
 
-def run_mutants(options: argparse.Namespace) -> int:
-    """Run the tests on each mutant in turn; return 0 if none survived."""
-    for name in options.load:
-        importlib.import_module(name)
+def run_mutants(options: argparse.Namespace, files: list[Path], tests: list[str], *, sample: int | None = None) -> int:
+    """Run the tests on each mutant in turn; return 0 if none survived.
+
+    Args:
+        sample: take so many, evenly spread; None: all.
+    """
+    if any("mcore" in test or "trainers" in test for test in tests):
+        importlib.import_module("megatron.core.models.gpt")
     gc.collect()
     gc.freeze()  # no fork looks through what is imported
-    forks = multiprocessing.get_context("fork")
 
-    def start(path: Path, source: str | None, cpu_seconds: int) -> BaseProcess:
-        fork = forks.Process(target=run_mutant, args=(options.tests, path, source, cpu_seconds))
+    def run(path: Path, source: str | None, cpu_seconds: int) -> BaseProcess:
+        fork = multiprocessing.get_context("fork").Process(target=run_mutant, args=(tests, path, source, cpu_seconds))
         fork.start()
+        fork.join()
         return fork
 
-    key = tuple(options.tests)
+    key = tuple(tests)
     if key not in cpu_seconds_of:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        if not passes(start(options.files[0], None, 600)):
+        if run(files[0], None, 600).exitcode != 0:
             print("the tests fail without any mutant")
             return 2
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
         spent = usage.ru_utime + usage.ru_stime - before.ru_utime - before.ru_stime
         cpu_seconds_of[key] = 10 + int(3 * spent)
-    cpu_seconds = cpu_seconds_of[key]
-    num_killed = num_survived = 0
-    running: list[tuple[BaseProcess, str]] = []
-
-    def finish_first() -> None:
-        nonlocal num_killed, num_survived
-        fork, words = running.pop(0)
-        if passes(fork):
-            num_survived += 1
-            print(words.format("survived"), flush=True)
-        else:
-            num_killed += 1
-            if options.names:
-                name = noticed_by(fork.pid or 0)
-                print(words.format(f"noticed by {name.read_text()}" if name.exists() else "ended"), flush=True)
 
     survivors = options.again.read_text().splitlines() if options.again else None
-    sources = {path: path.read_text() for path in options.files}
+    sources = {path: path.read_text() for path in files}
     places = [(path, *place) for path, source in sources.items() for place in places_in(source)]
-    for path, node_index, mutation_index in places[:: options.every]:
+    num_killed = num_survived = 0
+    for path, node_index, mutation_index in places[:: max(1, len(places) // sample) if sample else 1]:
         tree = ast.parse(sources[path])
         node = list(mutable_nodes(tree))[node_index]
         mutant = mutations(node)[mutation_index]
-        before, after = ast.unparse(node).splitlines()[0], ast.unparse(mutant).splitlines()[0]
-        if len(running) == options.jobs:
-            finish_first()
-        change = f"{before}  ->  {after}".replace("{", "{{").replace("}", "}}")
-        words = f"{path}:{node.lineno}: {{}}: {change}"
-        if survivors is not None and words.format("survived") not in survivors:
+        before_and_after = f"{ast.unparse(node).splitlines()[0]}  ->  {ast.unparse(mutant).splitlines()[0]}"
+        survived = f"{path}:{node.lineno}: survived: {before_and_after}"
+        if survivors is not None and survived not in survivors:
             continue
-        running.append((start(path, replaced(tree, node, mutant), cpu_seconds), words))
-    while running:
-        finish_first()
+        fork = run(path, replaced(tree, node, mutant), cpu_seconds_of[key])
+        if fork.exitcode == 0:
+            num_survived += 1
+            print(survived, flush=True)
+            continue
+        num_killed += 1
+        if options.names:
+            name = noticed_by(fork.pid or 0)
+            words = f"noticed by {name.read_text()}" if name.exists() else "ended"
+            print(f"{path}:{node.lineno}: {words}: {before_and_after}", flush=True)
     print(f"{num_killed} killed, {num_survived} survived")
     return 1 if num_survived else 0
 
