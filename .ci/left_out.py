@@ -64,7 +64,7 @@ GROUPS = [
     Group(
         name="effect",
         tests=("tests/functional/effect",),
-        sources=("examples/effect/", "examples/grpo/", "docs/effect.md", "docs/images/effect_"),
+        sources=("examples/effect/", "examples/grpo/"),
     ),
     Group(
         name="GRPO",
