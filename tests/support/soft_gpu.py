@@ -31,7 +31,6 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.utils import _python_dispatch
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
@@ -325,11 +324,50 @@ def _unwrap(value: Any) -> Any:
     return value._t if isinstance(value, GpuTensor) else value
 
 
+# An operation's arguments and results are at most lists and tuples of tensors: torch's pytree took half of all the time.
+def _map(function: Any, value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        mapped = [_map(function, each) for each in value]
+        return mapped if isinstance(value, list) else tuple(mapped)
+    return function(value)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from _leaves(each)
+    else:
+        yield value
+
+
+class _Schema(NamedTuple):
+    """One operation of torch: its namespace and name, the (place, name) of arguments that it writes, whether it is a view."""
+
+    namespace: str
+    name: str
+    written: list[tuple[int, str]]
+    is_view: bool
+
+
+@cache
+def _schema(func: Any) -> _Schema:
+    namespace, name = func._schema.name.split("::")
+    arguments = [(place, each) for place, each in enumerate(func._schema.arguments) if each.alias_info is not None]
+    returned = [each.alias_info for each in func._schema.returns if each.alias_info is not None]
+    return _Schema(
+        namespace=namespace,
+        name=name,
+        written=[(place, each.name) for place, each in arguments if each.alias_info.is_write],
+        is_view=name in ("detach", "alias", "_unsafe_view", "lift_fresh")
+        or not all(each.is_write for each in returned),
+    )
+
+
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
     """Run one operation of torch on the CPU, as the device or the host would."""
-    name = func._schema.name.split("::")[1]
-    inner, inner_kwargs = pytree.tree_map(_unwrap, (args, dict(kwargs)))
-    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    namespace, name, written, is_view = _schema(func)
+    inner, inner_kwargs = _map(_unwrap, args), {key: _map(_unwrap, value) for key, value in kwargs.items()}
+    tensors = [leaf for leaf in _leaves([args, *kwargs.values()]) if isinstance(leaf, Tensor)]
     on_device = [t for t in tensors if isinstance(t, GpuTensor)]
     to_gpu = _is_gpu(kwargs.get("device"))
     if kwargs.get("device") is not None:
@@ -352,9 +390,8 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
 
     mutated = [
         leaf
-        for place, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-        for leaf in pytree.tree_leaves(args[place] if place < len(args) else kwargs.get(argument.name))
+        for place, argument in written
+        for leaf in _leaves(args[place] if place < len(args) else kwargs.get(argument))
         if isinstance(leaf, Tensor)
     ]
     if (
@@ -362,8 +399,8 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         and name.startswith(("index", "_index"))
         and name.rstrip("_") in ("index", "index_put", "_index_put_impl")
     ):
-        _check_indices([leaf for leaf in pytree.tree_leaves(args[1:2]) if isinstance(leaf, Tensor)])
-    elif on_device and not func._schema.name.startswith("c10d"):
+        _check_indices([leaf for leaf in _leaves(args[1:2]) if isinstance(leaf, Tensor)])
+    elif on_device and namespace != "c10d":
         strange = [t for t in tensors if not isinstance(t, GpuTensor) and t.dim()]
         if strange and name not in ("set_", "copy_"):
             raise RuntimeError(f"{name}: expected all tensors on cuda:0, one {list(strange[0].shape)} is on the cpu")
@@ -373,9 +410,6 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     if not on_device and not to_gpu:
         _touch(HOST, [t for t in tensors if is_pinned(t)], [t for t in mutated if is_pinned(t)])
         return output
-    is_view = name in ("detach", "alias", "_unsafe_view", "lift_fresh") or any(
-        returned.alias_info is not None and not returned.alias_info.is_write for returned in func._schema.returns
-    )
     if name in _READS:
         _log("wait", name)
         HOST.clock.join(current().clock)
@@ -390,9 +424,9 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         same = [t for t in on_device if t._t is value]  # in place: the same object comes back
         return same[0] if same else GpuTensor(value)
 
-    result = output if name in _READS else pytree.tree_map(wrap, output)
+    result = output if name in _READS else _map(wrap, output)
     if not is_view and name not in _ALLOCATES:
-        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, GpuTensor)]
+        made = [leaf for leaf in _leaves(result) if isinstance(leaf, GpuTensor)]
         _touch(current(), [t._t for t in on_device], [_unwrap(t) for t in (*made, *mutated)])
     return result
 
