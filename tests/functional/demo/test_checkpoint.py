@@ -3,7 +3,6 @@
 import hashlib
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from megatron_router_replay.demo import write_checkpoint
@@ -23,22 +22,3 @@ def test_every_weight_has_the_bits_that_were_served(checkpoint):
     for name in sorted(weights):
         digest.update(name.encode() + weights[name].numpy().tobytes())
     assert digest.hexdigest() == SERVED
-
-
-def test_weights_are_spread_as_the_docstring_says(checkpoint):
-    weight = load_file(f"{checkpoint}/model.safetensors")["lm_head.weight"]
-    steps = weight * 32768 / (11 / 32)
-    assert torch.equal(steps, steps.round())  # evenly spaced, nothing was rounded
-    assert -32768 <= steps.min() < -32000
-    assert 32000 < steps.max() <= 32767
-    assert weight.std().item() == pytest.approx(0.2, abs=0.005)
-
-
-def test_transformers_knows_every_tensor(checkpoint):
-    transformers = pytest.importorskip("transformers", reason="the oracle needs transformers")
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        checkpoint, dtype=torch.float32, output_loading_info=True
-    )
-    assert not any(info.values()), info
-    weights = load_file(f"{checkpoint}/model.safetensors")
-    assert torch.equal(model.model.layers[0].mlp.gate.weight, weights["model.layers.0.mlp.gate.weight"])

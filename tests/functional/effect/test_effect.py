@@ -7,7 +7,7 @@ import megatron_router_replay as mrr
 from examples.effect import freeze, rl
 from examples.effect.arms import ARMS, shifted, without_a_third
 from examples.effect.experts import use_batched_experts
-from examples.effect.figures import IMAGES, Axis, pictures, tables
+from examples.effect.figures import IMAGES, pictures, tables
 from examples.effect.floor import forced_logprobs
 from examples.effect.policy import POLICY, int8_rounded
 from examples.effect.results import removed
@@ -71,11 +71,6 @@ def test_pictures_and_tables_are_those_of_the_results():
         assert (IMAGES / name).read_text() == text, name
     for table in tables():
         assert table in PAGE.read_text()
-
-
-def test_a_logarithmic_axis_has_decades_at_equal_distances():
-    axis = Axis(low=1e-4, high=1, marks=(), logarithmic=True)
-    assert [axis.y(value) for value in (1e-4, 1e-2, 1, 5)] == pytest.approx([246, 149, 52, 52])
 
 
 @pytest.mark.slow

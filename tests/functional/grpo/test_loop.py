@@ -6,7 +6,7 @@ import pytest
 
 from examples.grpo.loop import read_metrics, train
 from megatron_router_replay.testing import ParallelSizes
-from tests.functional.grpo.cases import small, two_turns, without_times
+from tests.functional.grpo.cases import small, without_times
 
 
 def test_r3_replays_every_token_with_a_route_and_leaves_the_last_of_each_sample_live(workers_1, tmp_path):
@@ -60,10 +60,6 @@ def test_a_stopped_and_resumed_run_continues_with_the_same_numbers(workers_1, tm
     last.write_text(last.read_text().replace("pp_size=1", "pp_size=2"))
     with pytest.raises(Exception, match=r"its checkpoint is of ParallelSizes.*this run is ParallelSizes"):
         workers_1.run(train, replace(parts, resume=True))
-
-
-def test_an_episode_of_two_turns_trains_on_the_routes_of_both(workers_1, tmp_path):
-    workers_1.run(two_turns, small(tmp_path))
 
 
 LAYOUTS = {

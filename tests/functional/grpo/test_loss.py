@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from examples.grpo.loss import clipped_loss, group_advantages, k3_kl
-from examples.grpo.settings import Settings
 from examples.grpo.task import ClassTask
 
 
@@ -39,18 +38,3 @@ def test_the_reward_is_the_share_of_words_of_the_commanded_class():
     prompt = torch.tensor([1, 20, 5])  # command 5: words with id % 4 == 1
     assert task.reward(prompt, torch.tensor([9, 13, 10, 5])) == 0.5  # 10 is of another class, 5 is no word
     assert task.reward(prompt, torch.tensor([9, 2])) == 0.25
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"replay": "R3"}, "replay='R3' must be one of off, r2, r3"),
-        ({"updates": 3}, "do not divide into 3 gradient steps"),
-        ({"transport": "nccl"}, "transport='nccl' must be one of local, distributed, ray"),
-        ({"rollout_workers": 9, "prompts": 8}, r"rollout_workers=9 must lie in 1\.\.8"),
-        ({"replay": "r2", "fill_missing": True}, "needs replay='r3', got 'r2'"),
-    ],
-)
-def test_settings_that_cannot_run_are_refused_by_name(options, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        Settings(out=tmp_path, **options)
