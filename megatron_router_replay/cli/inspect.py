@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -78,7 +77,6 @@ def _trace(path: Path, step: int | None, run: str | None, on_rows: Any) -> dict[
     from megatron_router_replay.diagnostics.source import block_rows, open_source
     from megatron_router_replay.trace.ids import index_dtype
 
-    begin = time.perf_counter()
     source = open_source(path, step=step, run=run)
     load = torch.zeros(len(source.layer_numbers), source.num_experts, dtype=torch.int64)
     routed, has_tokens = 0, False
@@ -111,7 +109,6 @@ def _trace(path: Path, step: int | None, run: str | None, on_rows: Any) -> dict[
         "weight_versions": sorted(versions - {-1}),
         "imbalance_by_layer": plain(imbalance(load)),
         "unused_experts_by_layer": (load == 0).sum(dim=1).tolist(),
-        "seconds": time.perf_counter() - begin,
     }
 
 
