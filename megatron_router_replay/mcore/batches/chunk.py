@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from megatron_router_replay.checks import check_withdrawn
+from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.layout.split import rows_for_router
 from megatron_router_replay.mcore.batches.follow import ForwardInputs, read_inputs
 from megatron_router_replay.mcore.batches.queue import Queue
@@ -24,6 +25,9 @@ _WITHDRAWN = dict.fromkeys(
     "the tokens of each forward find its rows; a model that gets embeddings takes session.microbatch(rows, model).",
 )
 """Keyword of a model's forward in an earlier version -> its replacement."""
+
+_CACHES = ("inference_context", "inference_params")
+"""Keywords of Megatron-Core by which a forward continues the sequences of earlier ones."""
 
 
 class Chunk:
@@ -116,7 +120,8 @@ class Chunk:
 
         @_disable_dynamo
         def leave(called: nn.Module, args: Any, output: Any) -> None:
-            if called is level and self._session.is_new_forward():
+            # Also if a pause began inside of the call: its routers that ran live are missing then, and that raises.
+            if called is level and (self._session.is_new_forward() or queue.is_innermost(depth)):
                 queue.leave(depth, failed=False)
 
         @_disable_dynamo
@@ -157,6 +162,11 @@ class Chunk:
                 return False
             withdrawn = {name: kwargs[name] for name in _WITHDRAWN if name in kwargs}
             check_withdrawn(type(module).__name__, withdrawn, _WITHDRAWN)
+            if not self.queue.has_rows_by_hand and any(kwargs.get(name) is not None for name in _CACHES):
+                raise ReplayStateError(
+                    f"MRR424: {self.queue.where}: {type(module).__name__} got an inference_context, and its cache has "
+                    "the tokens before its input_ids, so their rows cannot be found. Generate inside `session.paused()`."
+                )
             if depth is not None:
                 self.queue.enter(depth)
             begin(read_inputs(module, args, kwargs))

@@ -177,6 +177,10 @@ class Queue:
         if not self._calls:
             self._hand_on()
 
+    def is_innermost(self, depth: int) -> bool:
+        """Return whether the innermost open call has this depth."""
+        return bool(self._calls) and self._calls[-1].depth == depth
+
     def begin(self) -> Microbatch:
         """Return the micro-batch of the chunk's forward that begins."""
         microbatch = self._begin(self._layers[0])

@@ -1,6 +1,7 @@
 """`with mrr.replay(chunks, trace):` and nothing else, on every layout: each router gets the rows of its tokens."""
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -151,26 +152,62 @@ def test_later_stages_may_get_their_tokens_as_they_were_before_packing(name: str
     assert on_ranks(layout.world_size, follow, layout, "packed", True) == [0] * layout.world_size
 
 
-def all_ranks_raise(layout: ParallelSizes) -> str:
-    """The last chunk of a sequence, which one context-parallel rank alone holds, is another text's."""
+def foreign_token(microbatch: dict[str, Any], rank: int) -> None:
+    """The last chunk of a sequence is another text's: of four chunks, rank 1 has the two in the middle."""
+    if rank == 1:
+        microbatch["tokens"][0, -1] = 319
+
+
+def odd_chunks(microbatch: dict[str, Any], rank: int) -> None:
+    microbatch |= {name: microbatch[name][:, :7] for name in ("tokens", "position_ids", "labels", "loss_mask")}
+
+
+def exchanged_ranks(microbatch: dict[str, Any], rank: int) -> None:
+    microbatch["tokens"] = batch([4, 0, 2], "right", ParallelSizes(cp_size=2), 1 - rank)["tokens"]
+
+
+def not_split(microbatch: dict[str, Any], rank: int) -> None:
+    microbatch |= batch([4, 0, 2], "right", ParallelSizes(), 0)
+
+
+def group_that_changes(microbatch: dict[str, Any], rank: int) -> None:
+    microbatch["packed_seq_params"] = SimpleNamespace(local_cp_size=2, cp_group=None)
+
+
+def odd_sequence(microbatch: dict[str, Any], rank: int) -> None:
+    microbatch |= batch([4, 0, 2], "packed", ParallelSizes(cp_size=2), rank)
+    microbatch["packed_seq_params"].cu_seqlens_q = torch.tensor([0, 18, 32, 48], dtype=torch.int32)
+
+
+GROUPS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "foreign token on one rank": (foreign_token, {}, "MRR206.*position 11"),
+    "odd number of positions": (odd_chunks, {}, "MRR204.*has 7 positions"),
+    "odd sequence": (odd_sequence, {}, r"MRR204.*\[18, 14, 16\]"),
+    "exchanged ranks": (exchanged_ranks, {}, "MRR206"),
+    "not split": (not_split, {}, "MRR206"),
+    "split otherwise": (lambda *_: None, {"cp_partition_mode": "contiguous"}, "MRR206"),
+    "group that changes": (group_that_changes, {}, "MRR204.*local_cp_size=2"),
+}
+
+
+def all_ranks_raise(layout: ParallelSizes, name: str) -> str:
     from megatron.core import parallel_state
 
     layout.initialize()
+    change, options, match = GROUPS[name]
     chunks = build_tiny_gpt(tiny_gpt_config(layout), layout, small_attention=True)
     cp_rank = parallel_state.get_context_parallel_rank()
     microbatch = batch([4, 0, 2], "right", layout, cp_rank)
-    if cp_rank == 1:  # of four chunks, rank 1 has the two in the middle
-        microbatch["tokens"][0, -1] = 319
-    with pytest.raises(LayoutError) as error, mrr.replay(chunks, the_trace(), **DRAWN):
+    change(microbatch, cp_rank)
+    with pytest.raises(LayoutError, match=match) as error, mrr.replay(chunks, the_trace(), **DRAWN, **options):
         run_schedule(chunks, layout, [microbatch])
     return str(error.value)
 
 
 @pytest.mark.version
-def test_a_foreign_token_on_one_rank_raises_on_all_ranks_of_the_group(on_ranks: Any) -> None:
-    one, other = on_ranks(2, all_ranks_raise, ParallelSizes(cp_size=2))
-    assert "MRR206" in one
-    assert "position 11" in one
+@pytest.mark.parametrize("name", GROUPS)
+def test_what_is_wrong_on_a_rank_raises_on_all_ranks_of_the_group(name: str, on_ranks: Any) -> None:
+    one, other = on_ranks(2, all_ranks_raise, ParallelSizes(cp_size=2), name)
     assert one.replace("rank 0", "rank 1") == other
 
 

@@ -1,7 +1,6 @@
 """Routes follow tokens: a session on real routers finds the rows of a forward by its ids, with nothing said beside them."""
 
 import copy
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +15,8 @@ from tests.unit.mcore.tiny_chunk import (
     EXPERTS,
     Chunk,
     as_map,
-    disturb,
     live_maps,
     random_routes,
-    reentrant,
     watched,
 )
 
@@ -120,20 +117,6 @@ def test_packed_sequences(tokens: list[int], parameters: Any, rows: list[list[in
     assert count == 0
 
 
-def test_recomputes_use_what_their_forward_used() -> None:
-    chunk, trace = Chunk(), trace_of([A, B])
-    chunk.around = reentrant
-    at = torch.tensor([[0, 1, 2], [4, 5, -1]]).t().reshape(-1)
-    with watched(chunk) as seen, mrr.replay(chunk, trace, **DRAWN):
-        chunk(torch.tensor([[5, 6, 7], [5, 6, 9]])).sum().backward()
-    for (_, layer), maps in seen.items():
-        assert len(maps) == 2
-        for each in maps:
-            routed = at >= 0
-            assert torch.equal(each[routed], as_map(trace.layer(layer)[at[routed]]))
-        assert torch.equal(maps[0], maps[1])
-
-
 @pytest.mark.parametrize(
     ("samples", "tokens", "options", "match"),
     [
@@ -213,43 +196,6 @@ def test_routes_of_equal_samples_are_compared_to_their_last_token() -> None:
     assert unlike(trace, 0, 150, 150) == "have different routes (63 of 63 decisions from position 128 on)"
 
 
-def test_a_row_without_a_route_is_live_and_never_borrowed() -> None:
-    mask = torch.ones(7, dtype=torch.bool)
-    mask[0] = False
-    count, report = wrong(Chunk(), trace_of([A, B], replay_mask=mask), [[0, 1, 2, 3]], forward(A))
-    assert (count, report.rows_live) == (0, 1)
-
-
-def test_paused_forwards_run_live_and_others_raise() -> None:
-    chunk, trace = Chunk(), trace_of([A, B])
-    live = live_maps(chunk)
-    with watched(chunk) as seen, mrr.replay(chunk, trace, **DRAWN) as session:
-        chunk(torch.tensor([A]), 0)
-        with session.paused():
-            chunk(torch.tensor([[1, 2, 3, 4]]), 1)
-            with pytest.raises(ArithmeticError):
-                chunk.fail_at = 1
-                chunk(torch.tensor([[1, 2, 3, 4]]), 2)
-        chunk(torch.tensor([A]), 3)
-    for layer in LAYERS:
-        assert torch.equal(seen[1, layer][0], live[layer][1])
-        assert torch.equal(seen[0, layer][0][:3], as_map(trace.layer(layer)[:3]))
-        assert torch.equal(seen[3, layer][0][:3], as_map(trace.layer(layer)[:3]))
-    assert (session.report.rows_replayed, session.report.rows_live) == (6, 2)
-
-
-def test_a_paused_forward_is_frozen_for_its_recompute() -> None:
-    chunk = Chunk()
-    chunk.around = reentrant
-    with watched(chunk) as seen, mrr.replay(chunk, trace_of([A]), min_replayed=0, **DRAWN) as session:
-        with session.paused():
-            loss = chunk(torch.tensor([[1, 2, 3, 4]]), 0).sum()
-        disturb(chunk)
-        loss.backward()
-    assert all(torch.equal(*maps) for maps in seen.values())
-    assert len(seen) == len(LAYERS)
-
-
 def test_positional_and_one_dimensional_ids() -> None:
     class Positional(Chunk):
         def forward(self, input_ids: Tensor, number: Any = None, packed_seq_params: Any = None) -> Tensor:
@@ -293,17 +239,6 @@ def test_a_stage_without_ids_names_itself() -> None:
 
     with pytest.raises(ReplayStateError, match=r"MRR424: rank 0, chunk 0, micro-batch 0: Embeds got no input_ids"):
         wrong(Embeds(), trace_of([A]), [], lambda chunk: chunk(torch.zeros(1, 4)))
-
-
-def test_rows_by_hand_come_first() -> None:
-    chunk, trace = Chunk(), trace_of([A, B])
-    with watched(chunk) as seen, mrr.replay(chunk, trace, **DRAWN) as session:
-        session.microbatch(torch.tensor([[4, 5, -1, -1]]))
-        chunk(torch.tensor([[5, 6, 1, 2]]), 0)
-        chunk(torch.tensor([A]), 1)
-    for layer in LAYERS:
-        assert torch.equal(seen[0, layer][0][:2], as_map(trace.layer(layer)[4:6]))
-        assert torch.equal(seen[1, layer][0][:3], as_map(trace.layer(layer)[:3]))
 
 
 def test_a_trace_without_samples_asks_for_rows() -> None:
@@ -356,80 +291,3 @@ def test_a_copy_of_the_model_runs_its_own_weights() -> None:
             parameter.data.zero_()
         assert not copied(torch.tensor([A])).any()
     assert not copied(torch.tensor([A])).any()
-
-
-# ---- reorderings by hooks, wrappers and modules that are put on inside the session
-
-
-def swapped(tokens: Tensor) -> Tensor:
-    return tokens.flip(0)
-
-
-def pre_hook(chunk: Chunk, **options: Any) -> Any:
-    return chunk.register_forward_pre_hook(lambda module, args: (swapped(args[0]), *args[1:]), **options).remove
-
-
-def kwargs_hook(chunk: Chunk) -> Any:
-    def hook(module: Any, args: Any, kwargs: Any) -> Any:
-        return (swapped(args[0]), *args[1:]), kwargs
-
-    return chunk.register_forward_pre_hook(hook, with_kwargs=True).remove
-
-
-def global_hook(chunk: Chunk) -> Any:
-    def hook(module: Any, args: Any) -> Any:
-        return (swapped(args[0]), *args[1:]) if module is chunk else None
-
-    return torch.nn.modules.module.register_module_forward_pre_hook(hook).remove
-
-
-def wrapper_around(chunk: Chunk) -> Any:
-    inner = chunk.forward
-    chunk.forward = lambda ids, *args, **kwargs: inner(swapped(ids), *args, **kwargs)  # type: ignore[method-assign]
-    return lambda: vars(chunk).pop("forward")
-
-
-def in_place(chunk: Chunk) -> Any:
-    def hook(module: Any, args: Any) -> None:
-        args[0].copy_(swapped(args[0].clone()))
-
-    return chunk.register_forward_pre_hook(hook).remove
-
-
-REORDERINGS = {
-    "a pre-hook": pre_hook,
-    "a pre-hook in front": lambda chunk: pre_hook(chunk, prepend=True),
-    "a pre-hook with keywords": kwargs_hook,
-    "a global pre-hook": global_hook,
-    "a wrapper around forward": wrapper_around,
-    "in place": in_place,
-}
-
-
-@pytest.fixture(params=REORDERINGS)
-def reorder(request: pytest.FixtureRequest) -> Iterator[Any]:
-    undo: list[Any] = []
-    yield lambda chunk: undo.append(REORDERINGS[request.param](chunk))
-    for each in undo:
-        each()
-
-
-def test_what_reorders_samples_inside_a_session_cannot_matter(reorder: Any) -> None:
-    def call(chunk: Chunk) -> None:
-        reorder(chunk)
-        chunk(torch.tensor([A, [*B, 0]]), 0)
-
-    options = {"padding_token_ids": [0]}
-    count, _ = wrong(Chunk(), trace_of([A, B]), [[4, 5, 6, -1], [0, 1, 2, 3]], call, **options)
-    assert count == 0
-
-
-def test_a_forward_that_is_replaced_raises() -> None:
-    chunk = Chunk()
-
-    def call(chunk: Chunk) -> None:
-        chunk.forward = lambda ids: Chunk.forward(chunk, swapped(ids))  # type: ignore[method-assign]
-        chunk(torch.tensor([A, [*B, 0]]))
-
-    with pytest.raises(ReplayStateError, match="MRR406"):
-        wrong(chunk, trace_of([A, B]), [], call)

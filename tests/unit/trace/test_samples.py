@@ -12,8 +12,8 @@ SIZES = {"num_experts": 8, "layer_numbers": [2, 4]}
 
 
 def test_samples_follow_one_another_and_the_last_token_has_no_route() -> None:
-    trace = RoutingTrace.from_samples([[5, 6, 7], [8]], [ONE, TWO], **SIZES, sample_ids=["a", "b"], weight_version=3)
-    assert trace.token_ids.tolist() == [5, 6, 7, 8]
+    trace = RoutingTrace.from_samples([[5, 0, 7], [8]], [ONE, TWO], **SIZES, sample_ids=["a", "b"], weight_version=3)
+    assert trace.token_ids.tolist() == [5, 0, 7, 8]
     assert trace.sequence_lengths == (3, 1)
     assert trace.replay_mask.tolist() == [True, True, False, False], "of sample 1, a row for its last token is no route"
     assert trace.topk_indices[:2].tolist() == ONE
@@ -52,7 +52,11 @@ def test_layers_that_are_not_named_are_dropped() -> None:
         ([[[0, 0], [2, 3]]] * 2, {}, "MRR103: sample 1: .*twice"),
         ([[[0, -1], [2, 3]]] * 2, {}, "MRR103: sample 1"),
         ([[[0, 1]]] * 2, {}, "MRR302: sample 1: routes have 1 layers"),
-        (torch.zeros(2, 2, 2, dtype=torch.uint8), {"num_experts": 512}, "MRR101: sample 1: .* cannot hold ids of 512"),
+        ([[[0, 1]] * 3] * 2, {}, "MRR302: sample 1: routes have 3 layers"),
+        (ONE, {"layer_numbers": [4]}, "MRR302: sample 0: routes have 2 layers"),
+        ([[0, 1]] * 2, {}, r"MRR102: sample 1: .*tokens must be \[T\] and routes \[T, layers, topk\]"),
+        (torch.zeros(2, 2, 2, dtype=torch.uint8), {"num_experts": 257}, "MRR101: sample 1: .* cannot hold ids of 257"),
+        (ONE, {"weight_version": [1, [1, 1]]}, r"MRR102: sample 1: .*one or \[3\], got \[2\]"),
         ([[[0], [2]]] * 2, {}, "MRR102: sample 1 has topk=1"),
     ],
 )
@@ -61,9 +65,23 @@ def test_what_no_router_can_have_chosen_names_its_sample(second: object, options
         RoutingTrace.from_samples([[5, 6, 7], [5, 6, 7]], [ONE, second], **(SIZES | options))
 
 
+def test_the_narrowest_dtype_that_holds_every_expert_is_taken() -> None:
+    routes = torch.tensor([[[0, 255], [2, 3]]], dtype=torch.uint8)
+    trace = RoutingTrace.from_samples([[5, 6]], [routes], **(SIZES | {"num_experts": 256}))
+    assert trace.topk_indices[0].tolist() == [[0, 255], [2, 3]]
+
+
+def test_a_stage_without_moe_layers_has_rows_as_well() -> None:
+    routes = torch.zeros(2, 0, 2, dtype=torch.int64)
+    trace = RoutingTrace.from_samples([[5, 6, 7]], [routes], num_experts=8, layer_numbers=[])
+    assert trace.replay_mask.tolist() == [True, True, False]
+
+
 def test_lists_of_different_lengths_and_other_options() -> None:
     with pytest.raises(TraceError, match="2 samples of tokens, and 1 of routes"):
         RoutingTrace.from_samples([[5], [6]], [TWO], **SIZES)
+    with pytest.raises(TraceError, match="a sample at least"):
+        RoutingTrace.from_samples([], [], **SIZES)
     with pytest.raises(TraceError, match="last_token='none'"):
         RoutingTrace.from_samples([[5]], [TWO], **SIZES, last_token="none")
     with pytest.raises(TraceError, match="sample 0: token -1 at position 0"):
