@@ -6,6 +6,8 @@
 The hook that all trainers share is on Megatron-Core's `get_forward_backward_func`: a schedule runs inside `mrr.replay`
 where the trainer's own switch turns the pass into a replay. A forward's tokens address its rows, so neither how the trainer
 lays out its batch matters, nor its own code for routes.
+
+Drivers import the trainers' modules too, so Megatron-Core is imported where a pass runs, and not with this module.
 """
 
 from __future__ import annotations
@@ -14,29 +16,27 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import schedules
-from torch import Tensor, nn
+from torch import nn
 
 import megatron_router_replay as mrr
-from megatron_router_replay.errors import LayoutError, PayloadError, ReplayStateError
-from megatron_router_replay.mcore.batches.follow import Follower, read_inputs
-from megatron_router_replay.mcore.core.streams import collective_device
-from megatron_router_replay.mcore.core.tape import in_recompute
-from megatron_router_replay.mcore.model.find import as_chunks, unwrap
-from megatron_router_replay.mcore.model.layers import layer_numbers_of
+from megatron_router_replay.errors import LayoutError, PayloadError, ReplayStateError, RouterReplayError
 from megatron_router_replay.trace import RoutingTrace
-from megatron_router_replay.trainers.seams import replace_in_modules
+from megatron_router_replay.trainers.seams import Seam, hook
+
+if TYPE_CHECKING:
+    from megatron_router_replay.trainers.audit import Findings
 
 _LOG = logging.getLogger(__name__)
 
+SCHEDULES = Seam("megatron.core.pipeline_parallel.schedules", "get_forward_backward_func")
+
 LastToken = Literal["unrouted", "routed"]
-Samples = Callable[[], tuple[Any, ...]]
+Samples = Callable[[], tuple[Sequence[Any], Sequence[Any]]]
 
 
 class TrainerReplay:
@@ -44,22 +44,29 @@ class TrainerReplay:
 
     Args:
         trainer: its name, for messages.
-        replays: returns whether the pass that begins now replays, from the trainer's own switch.
+        replays: returns whether the pass that begins now replays, from the trainer's own switch; None: the passes inside
+            `in_pass("replay")` do.
         options: of `mrr.replay`.
 
     Attributes:
+        audits: MRR_AUDIT is set, so the trainer's own replay stays in charge.
         metrics: of the newest pass that replayed, over all ranks; see `SessionReport.metrics`.
+        findings: of each pass that was audited.
+        kind: of the pass that runs now, where a hook marks it; "": none is marked.
     """
 
-    audits = False
-    """The trainer's own replay stays in charge."""
-
-    def __init__(self, trainer: str, replays: Callable[[], bool], options: Mapping[str, Any]) -> None:
-        self.trainer, self.replays, self.options = trainer, replays, options
+    def __init__(self, trainer: str, replays: Callable[[], bool] | None, options: Mapping[str, Any]) -> None:
+        self.trainer, self.options = trainer, options
+        self.kind = ""
+        self.replays = replays or (lambda: self.kind == "replay")
+        audit = os.environ.get("MRR_AUDIT", "")
+        self.audits, self._raises = audit != "", audit in ("", "raise")
         self.metrics: dict[str, float] = {}
-        self.trace: RoutingTrace | None = None
+        self.findings: list[Findings] = []
+        self._trace: RoutingTrace | None = None
         self._num_unused = 0  # samples that came in and that no pass replayed yet
 
+    # ---- samples
     def enter(self, chunks: Any, samples: Samples, *, last_token: LastToken = "unrouted") -> None:
         """Take the samples that all passes replay from now on.
 
@@ -74,51 +81,100 @@ class TrainerReplay:
         Raises:
             ReplayStateError: samples came in before, and no pass replayed them.
             LayoutError, PayloadError, SeamError, TraceError: the routes do not fit the tokens or the model; on every rank.
+                An audit logs it, unless MRR_AUDIT=raise.
         """
         error: Exception | None = None
-        trace: RoutingTrace | None = None
+        self._trace, trace = None, None
         try:
-            self.check_used()
+            if self._num_unused:
+                raise ReplayStateError(
+                    f"MRR809: {self._num_unused} samples came in with routes, and no pass replayed them before the next "
+                    f"ones: the switch of this {self.trainer} is not the known one, or it runs a schedule of its own."
+                )
             tokens, routes = samples()
             trace = make_trace(chunks, tokens, routes, last_token)
         except Exception as caught:  # whatever it is, the other ranks must not wait for this one
             error = caught
-        raise_together(error)
-        assert trace is not None, "without an error there is one"
-        self.trace, self._num_unused = trace, len(trace.sequence_lengths or ())
+        error = error_of_all(error)
+        if error is None:
+            assert trace is not None, "without an error there is one"
+            self._trace, self._num_unused = trace, len(trace.sequence_lengths or ())
+        elif self._raises or not isinstance(error, RouterReplayError):
+            raise error
+        else:
+            _LOG.warning("audit of %s's replay: the samples cannot be compared: %s", self.trainer, error)
 
-    def check_used(self) -> None:
-        """Raise if samples came in that no pass replayed: the trainer's switch is not the one that we read, or moved."""
-        if self._num_unused:
-            raise ReplayStateError(
-                f"MRR809: {self._num_unused} samples came in with routes, and no pass replayed them before the next ones: "
-                f"the switch of this {self.trainer} is not the known one, or it runs a schedule of its own."
-            )
+    @contextmanager
+    def in_pass(self, kind: Literal["replay", "record"]) -> Iterator[None]:
+        """Mark the passes inside the block."""
+        self.kind = kind
+        try:
+            yield
+        finally:
+            self.kind = ""
 
+    # ---- passes
     def run(self, schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run one of Megatron-Core's schedules, in a session if the pass replays."""
+        from megatron_router_replay.mcore.model.find import as_chunks
+
         chunks = as_chunks(kwargs["model"])
-        if not self.replays():
-            with checked_not_driven(chunks, self.trainer):
-                return schedule(*args, **kwargs)
-        if self.trace is None:
+        around: AbstractContextManager[None]
+        if self.replays():
+            self._num_unused = 0  # also where the pass raises: a trainer may catch it and take the next rollout
+            forward_only = bool(kwargs.get("forward_only"))
+            around = self._audit(chunks, forward_only=forward_only) if self.audits else self._replay(chunks)
+        else:
+            around = nullcontext() if self.audits else checked_not_driven(chunks, self.trainer)
+        with around:
+            return schedule(*args, **kwargs)
+
+    @contextmanager
+    def _replay(self, chunks: Sequence[nn.Module]) -> Iterator[None]:
+        if self._trace is None:
             raise ReplayStateError(f"MRR809: a pass of {self.trainer} replays, and no samples came in with routes.")
-        self._num_unused = 0  # also where the pass raises: a trainer may catch it and take the next rollout
-        with self.session(chunks) as session:
-            result = schedule(*args, **kwargs)
+        with mrr.replay(chunks, self._trace, **self.options) as session:
+            yield
         report = session.report.reduce()
         self.metrics = report.metrics()
         if not dist.is_initialized() or dist.get_rank() == 0:
-            _LOG.info("router replay: %s", one_line(report))
-        return result
+            line = f"{report.rows_replayed} replayed, {report.rows_live} live, {report.rows_padding} padding"
+            agreement = self.metrics.get("router_replay/agreement")
+            _LOG.info("router replay: %s", line if agreement is None else f"{line}; agreement {agreement:.0%}")
 
-    def session(self, chunks: Any) -> Any:
-        """Return the session of a pass."""
-        return mrr.replay(chunks, self.trace, **self.options)
+    @contextmanager
+    def _audit(self, chunks: Sequence[nn.Module], *, forward_only: bool) -> Iterator[None]:
+        if self._trace is None:  # the samples could not be compared
+            yield
+            return
+        from megatron_router_replay.trainers.audit import compared
+
+        with compared(chunks, self._trace, self.options) as findings:
+            yield
+        self.findings.append(findings)
+        kind, is_wrong = "forward-only" if forward_only else "training", findings.wrong or findings.recomputed_wrong
+        message = f"audit of {self.trainer}'s replay, {kind} pass {len(self.findings)}: {findings}"
+        if is_wrong and self._raises:
+            raise ReplayStateError(f"MRR811: {message}.")
+        _LOG.log(logging.WARNING if is_wrong else logging.INFO, "%s", message)
+
+    def report(self, results: Sequence[Any], *, parts: int = 1) -> None:
+        """Add the newest pass's metrics to a trainer's own of each micro-batch.
+
+        Args:
+            results: of the trainer's micro-batches; those that are no dict are left alone.
+            parts: the number of values that the trainer adds up, 1 if it takes a mean.
+        """
+        for each in results:
+            if isinstance(each, dict):
+                each.update({name: value / parts for name, value in self.metrics.items()})
 
 
-def make_trace(chunks: Any, tokens: Sequence[Tensor], routes: Sequence[Any], last_token: LastToken) -> RoutingTrace:
+def make_trace(chunks: Any, tokens: Sequence[Any], routes: Sequence[Any], last_token: LastToken) -> RoutingTrace:
     """Return the trace of samples as a trainer has them; see `TrainerReplay.enter`."""
+    from megatron_router_replay.mcore.model.find import as_chunks, unwrap
+    from megatron_router_replay.mcore.model.layers import layer_numbers_of
+
     chunks = as_chunks(chunks)
     numbers = layer_numbers_of(chunks)
     config: Any = unwrap(chunks[0]).config
@@ -138,85 +194,16 @@ def make_trace(chunks: Any, tokens: Sequence[Tensor], routes: Sequence[Any], las
     )
 
 
-def raise_together(error: Exception | None) -> None:
-    """Raise this rank's error, or the error of another rank in its words; a collective over all ranks of the job."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        if error is not None:
-            raise error
-        return
-    failed = torch.zeros(dist.get_world_size(), dtype=torch.int32, device=collective_device(None))
-    failed[dist.get_rank()] = error is not None
-    dist.all_reduce(failed)  # one small tensor; words travel where something is wrong
-    ranks = failed.nonzero()[:, 0].tolist()
-    if ranks:
-        words: list[Any] = [str(error)]
-        dist.broadcast_object_list(words, src=ranks[0])
-        raise error or PayloadError(
-            f"MRR802: the samples of ranks {ranks} cannot be replayed; rank {ranks[0]}: {words[0]}"
-        )
-
-
-@contextmanager
-def recorded(chunks: Any, tokens: Sequence[Tensor], routes: list[Tensor]) -> Iterator[Any]:
-    """Record the forwards of a block by their tokens; yield the session.
-
-    Args:
-        chunks: the model's chunks on this rank.
-        tokens: [T] integers of each sample of this data-parallel rank's batch, in whatever micro-batches they run.
-        routes: at the end of the block, [T, layers, topk] of each sample are added, of all MoE layers of the model, on
-            every rank that shares the batch.
-
-    Raises:
-        ReplayStateError: a token was recorded nowhere.
-    """
-    modules = [unwrap(chunk) for chunk in as_chunks(chunks)]
-    ids = [each.detach().cpu().to(torch.int64) for each in tokens]
-    config: Any = modules[0].config
-    # Nothing but the tokens is known yet; one layer is enough to say so.
-    none = [torch.full((len(each), 1, config.moe_router_topk), -1, dtype=torch.int16) for each in ids]
-    trace = RoutingTrace.from_samples(ids, none, num_experts=config.num_moe_experts, layer_numbers=[1])
-    session = mrr.record(chunks)
-    finder = Follower(
-        trace,
-        padding_token_ids=active().options.get("padding_token_ids"),
-        cp_partition_mode=active().options.get("cp_partition_mode"),
-        check=session._check,
-    )
-
-    def queue(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not in_recompute():
-            found = finder.find(module, read_inputs(module, args, kwargs), trace, "recording")
-            session.microbatch(found.rows, module, padding=found.padding)
-
-    handles = [module.register_forward_pre_hook(queue, with_kwargs=True, prepend=True) for module in modules]
-    try:
-        with session:
-            yield session
-    finally:
-        for handle in handles:
-            handle.remove()
-    groups = [
-        parallel_state.get_tensor_model_parallel_group(),
-        parallel_state.get_context_parallel_group(),
-        parallel_state.get_pipeline_model_parallel_group(),
-    ]
-    whole = session.gather(*groups, num_tokens=sum(map(len, ids)))
-    starts: dict[tuple[int, ...], int] = {}  # equal samples share the first one's rows
-    end = 0
-    for sample in ids:
-        begin = starts.setdefault(tuple(sample.tolist()), end)
-        end += len(sample)
-        here = slice(begin, begin + len(sample))
-        if not bool(whole.replay_mask[here].all()):
-            raise ReplayStateError(f"MRR807: sample {len(routes)} has tokens that no rank recorded.")
-        routes.append(whole.topk_indices[here])
-
-
-def one_line(report: Any) -> str:
-    """Return the counts of a pass, for a log."""
-    line = f"{report.rows_replayed} replayed, {report.rows_live} live, {report.rows_padding} padding"
-    agreement = report.metrics().get("router_replay/agreement")
-    return line if agreement is None else f"{line}; agreement {agreement:.0%}"
+def error_of_all(error: Exception | None) -> Exception | None:
+    """Return this rank's error, or that of another rank in its words; a collective over all ranks of the job."""
+    if not dist.is_initialized():
+        return error
+    texts: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, None if error is None else str(error))
+    ranks = [rank for rank, text in enumerate(texts) if text is not None]
+    if error is not None or not ranks:
+        return error
+    return PayloadError(f"MRR802: the samples of ranks {ranks} cannot be replayed; rank {ranks[0]}: {texts[ranks[0]]}")
 
 
 @contextmanager
@@ -240,7 +227,28 @@ def checked_not_driven(chunks: Sequence[nn.Module], trainer: str) -> Iterator[No
             handle.remove()
 
 
+# ---- one replay a process
 _installed: list[TrainerReplay] = []
+
+
+def install(trainer: str, replays: Callable[[], bool] | None, options: Mapping[str, Any]) -> TrainerReplay:
+    """Run every schedule of Megatron-Core through a new replay; an earlier one ends. See `TrainerReplay`."""
+    _installed[:] = [TrainerReplay(trainer, replays, options)]
+    hook(SCHEDULES, _run_schedules)
+    return active()
+
+
+def install_by_flags(trainer: str, args: Any, replays: Callable[[], bool], options: Mapping[str, Any]) -> TrainerReplay:
+    """Install the replay of slime or miles, which have one set of flags for their layouts."""
+    layout: dict[str, Any] = {"padding_token_ids": [0]}  # both pad with 0
+    if getattr(args, "allgather_cp", False):
+        layout["cp_partition_mode"] = "contiguous"
+    return install(trainer, replays, {**layout, **options})
+
+
+def uninstall() -> None:
+    """Let schedules run as Megatron-Core's own again. Hooks on the trainer's functions stay."""
+    _installed.clear()
 
 
 def active() -> TrainerReplay:
@@ -253,61 +261,30 @@ def is_installed() -> bool:
     return bool(_installed)
 
 
-def install(trainer: str, replays: Callable[[], bool], options: Mapping[str, Any]) -> TrainerReplay:
-    """Run every schedule of Megatron-Core through a new replay; an earlier one ends.
+# ---- hooks that several trainers share
+def _run_schedules(get_schedule: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return one of Megatron-Core's schedules, which runs through the replay."""
+    schedule = get_schedule(*args, **kwargs)
 
-    Args:
-        trainer, replays, options: see `TrainerReplay`. MRR_AUDIT in the environment makes a `TrainerAudit`.
+    @functools.wraps(schedule)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return active().run(schedule, *args, **kwargs) if is_installed() else schedule(*args, **kwargs)
+
+    return run
+
+
+def add_metrics(train_one_step: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run slime's or miles' `train_one_step`, which returns its metrics first."""
+    result = train_one_step(*args, **kwargs)
+    if result[0]:  # empty on pipeline stages that log nothing
+        active().report(result[:1])
+    return result
+
+
+def lay_out(original: Any, input_ids: Any, *args: Any, pre_process: bool = True, **kwargs: Any) -> Any:
+    """Lay a micro-batch of SkyRL or verl out on every pipeline stage of a marked pass.
+
+    Later stages need tokens for nothing else: these say which rows the stage needs.
     """
-    kind: type[TrainerReplay] = TrainerReplay
-    if os.environ.get("MRR_AUDIT"):
-        # Here, for the audit's class is a TrainerReplay.
-        from megatron_router_replay.trainers.audit import TrainerAudit
-
-        kind = TrainerAudit
-    _installed[:] = [kind(trainer, replays, options)]
-    original = schedules.get_forward_backward_func
-    if not hasattr(original, "mrr_original"):
-
-        @functools.wraps(original)
-        def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
-            schedule = original(*args, **kwargs)
-
-            @functools.wraps(schedule)
-            def run(*args: Any, **kwargs: Any) -> Any:
-                return active().run(schedule, *args, **kwargs) if is_installed() else schedule(*args, **kwargs)
-
-            return run
-
-        get_forward_backward_func.mrr_original = original  # type: ignore[attr-defined]
-        replace_in_modules(original, get_forward_backward_func)
-    return active()
-
-
-def report(results: Sequence[Any], *, parts: int = 1) -> None:
-    """Add the newest pass's metrics to a trainer's own of each micro-batch.
-
-    Args:
-        results: of the trainer's micro-batches; those that are no dict are left alone.
-        parts: the number of values that the trainer adds up, 1 if it takes a mean.
-    """
-    for each in results:
-        if isinstance(each, dict):
-            each.update({name: value / parts for name, value in active().metrics.items()})
-
-
-def reporting(original: Any) -> Any:
-    """Return the hook of slime's and miles' `train_one_step`, which returns its metrics first."""
-
-    def train_one_step(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        if result[0]:  # empty on pipeline stages that log nothing
-            report(result[:1])
-        return result
-
-    return train_one_step
-
-
-def uninstall() -> None:
-    """Let schedules run as Megatron-Core's own again. Hooks on the trainer's functions stay."""
-    _installed.clear()
+    is_marked = is_installed() and active().kind != ""
+    return original(input_ids, *args, pre_process=pre_process or is_marked, **kwargs)

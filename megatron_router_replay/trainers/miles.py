@@ -9,23 +9,24 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from megatron_router_replay.trainers import follow
 from megatron_router_replay.trainers.seams import Seam, hook, take
 
 FIELD = "rollout_routed_experts"
 BASE = "miles.utils.replay_base"
 FILL = Seam(
-    module="miles.backends.training_utils.replay_data",
-    name="fill_replay_data",
-    parameters="models rollout_data data_key",
+    "miles.backends.training_utils.replay_data",
+    "fill_replay_data",
+    "models rollout_data data_key",
 )
 STAGE = Seam(
-    module="miles.backends.megatron_utils.actor",
-    name="MegatronTrainRayActor.train_actor",
+    "miles.backends.megatron_utils.actor",
+    "MegatronTrainRayActor.train_actor",
     words="fill_replay_data data_key stage fallthrough replay_forward replay_backward",
 )
-REGISTER = Seam(module=BASE, name="BaseReplayManager.register_to_module", parameters="self module")
-TOPK = Seam(module=BASE, name="BaseReplayManager.get_topk_fn", parameters="self old_topk_fn")
-STEP = Seam(module="miles.backends.megatron_utils.model", name="train_one_step", words="loss_reduced")
+REGISTER = Seam(BASE, "BaseReplayManager.register_to_module", "self module")
+TOPK = Seam(BASE, "BaseReplayManager.get_topk_fn", "self old_topk_fn")
+STEP = Seam("miles.backends.megatron_utils.model", "train_one_step", words="loss_reduced")
 SEAMS = (FILL, STAGE, REGISTER, TOPK, STEP)
 
 
@@ -38,40 +39,41 @@ def init(args: Any, **options: Any) -> None:
     """
     if not getattr(args, "use_rollout_routing_replay", False):
         return
-    from megatron_router_replay.trainers import follow
+    follow.install_by_flags("miles", args, replays, options)
+    hook(FILL, _fill)
+    hook(STEP, follow.add_metrics)
+    hook(STAGE)
+    hook(REGISTER, _register)
+    hook(TOPK, _choose_topk)
 
-    options = {"padding_token_ids": [0], **options}  # miles pads with 0
-    if getattr(args, "allgather_cp", False):
-        options = {"cp_partition_mode": "contiguous", **options}
-    manager = importlib.import_module(BASE).routing_replay_manager
-    replay = follow.install("miles", lambda: manager.stage != "fallthrough", options)
 
-    def filling(original: Any) -> Any:
-        def fill_replay_data(*, rollout_data: Any, data_key: str, models: Any, **others: Any) -> None:
-            if data_key == FIELD:
-                follow.active().enter(models, lambda: take(FILL, rollout_data, "tokens", FIELD))
-                if not replay.audits:
-                    del rollout_data[FIELD]
-                    return
-            original(rollout_data=rollout_data, data_key=data_key, models=models, **others)
+def _manager() -> Any:
+    return importlib.import_module(BASE).routing_replay_manager
 
-        return fill_replay_data
 
-    def registering(original: Any) -> Any:
-        def register_to_module(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-            if self is not manager:
-                original(self, module, *args, **kwargs)
+def replays() -> bool:
+    """Return whether the pass that begins now replays, as miles sets its stage."""
+    return bool(_manager().stage != "fallthrough")
 
-        return register_to_module
 
-    def choosing(original: Any) -> Any:
-        def get_topk_fn(self: Any, old_topk_fn: Any, *args: Any, **kwargs: Any) -> Any:
-            return old_topk_fn if self is manager else original(self, old_topk_fn, *args, **kwargs)
+def _fill(original: Any, *, rollout_data: Any, data_key: str, models: Any, **others: Any) -> None:
+    if data_key == FIELD:
+        replay = follow.active()
+        replay.enter(models, lambda: take(FILL, rollout_data, "tokens", FIELD))
+        if not replay.audits:
+            del rollout_data[FIELD]
+            return
+    original(rollout_data=rollout_data, data_key=data_key, models=models, **others)
 
-        return get_topk_fn
 
-    hook(FILL, filling)
-    hook(STAGE, None)
-    hook(STEP, follow.reporting)
-    hook(REGISTER, None if replay.audits else registering)
-    hook(TOPK, None if replay.audits else choosing)
+def _is_off(manager: Any) -> bool:
+    return manager is _manager() and not follow.active().audits
+
+
+def _register(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    if not _is_off(self):
+        original(self, *args, **kwargs)
+
+
+def _choose_topk(original: Any, self: Any, old_topk_fn: Any, *args: Any, **kwargs: Any) -> Any:
+    return old_topk_fn if _is_off(self) else original(self, old_topk_fn, *args, **kwargs)

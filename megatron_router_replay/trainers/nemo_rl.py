@@ -9,123 +9,114 @@ imports it.
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_router_replay.errors import PayloadError
-from megatron_router_replay.trainers import token_layers
+from megatron_router_replay.trainers import follow, token_layers
 from megatron_router_replay.trainers.seams import Seam, hook, take, when_imported
 
 OWN = "nemo_rl.models.megatron.router_replay"
 FIELD = "routed_experts"
 DRIVER = Seam(
-    module="nemo_rl.algorithms.grpo",
-    name="add_grpo_token_loss_masks_and_generation_logprobs",
-    parameters="message_logs",
+    "nemo_rl.algorithms.grpo",
+    "add_grpo_token_loss_masks_and_generation_logprobs",
+    "message_logs",
     words="token_ids token_loss_mask",
 )
-BATCH = Seam(module="nemo_rl.models.megatron.data", name="get_microbatch_iterator", parameters="data")
+BATCH = Seam("nemo_rl.models.megatron.data", "get_microbatch_iterator", "data")
 PASS = Seam(
-    module="nemo_rl.models.megatron.train",
-    name="megatron_forward_backward",
-    parameters="model use_router_replay",
+    "nemo_rl.models.megatron.train",
+    "megatron_forward_backward",
+    "model use_router_replay",
     words="get_forward_backward_func",
 )
 DRIVE = tuple(
-    Seam(module=OWN, name=name, parameters="model")
+    Seam(OWN, name, "model")
     for name in ("set_router_replay_forward", "set_router_replay_backward", "clear_router_replay")
 )
 SEAMS = (DRIVER, BATCH, PASS, *DRIVE)
 
-_replays = False  # the pass that runs now
-_batch: Any = None  # of the newest micro-batches
+
+_newest: dict[str, Any] = {}
+"""The batch whose micro-batches run next."""
 
 
 def install(**options: Any) -> None:
-    """Install the driver's hook, and the workers' once their module is imported. Importing this module calls it.
+    """Install the hooks as soon as their modules are imported. Importing this module calls it.
 
     Args:
         options: of `mrr.replay`.
     """
-    hook(DRIVER, _driving)
-    when_imported(PASS.module, lambda module: _install(options))
+    hook(DRIVER, _add_masks)
+    when_imported(PASS.module, lambda module: follow.install("NeMo-RL", None, options))
+    hook(BATCH, _keep_batch)
+    hook(PASS, _run_pass)
+    for seam in DRIVE:
+        hook(seam, _drive)
 
 
-def _driving(original: Any) -> Any:
-    def add_masks(message_logs: Any, *args: Any, **kwargs: Any) -> Any:
-        # The mask that this function adds to a message shows that its ids were added by an earlier call.
-        new = [(i, log) for i, log in enumerate(message_logs) if not any("token_loss_mask" in each for each in log)]
-        result = original(message_logs, *args, **kwargs)  # newer ones add rows of -1 where a message has no routes
-        for i, log in new:
-            _add_tokens(log, sample=i)
-        return result
-
-    return add_masks
+# ---- the driver
+def _add_masks(original: Any, message_logs: Any, *args: Any, **kwargs: Any) -> Any:
+    # The mask that this function adds to a message shows that its ids were added by an earlier call.
+    new = [(i, log) for i, log in enumerate(message_logs) if not any("token_loss_mask" in each for each in log)]
+    result = original(message_logs, *args, **kwargs)  # newer ones add rows of -1 where a message has no routes
+    for i, log in new:
+        _add_tokens(log, sample=i)
+    return result
 
 
 def _add_tokens(message_log: list[dict[str, Any]], *, sample: int) -> None:
     """Add the ids of tokens to the routes of a sample's messages, in place."""
     messages = [each for each in message_log if FIELD in each and len(each["token_ids"])]
-    if not messages:
-        return
-    for each in messages:
-        if len(each[FIELD]) != len(each["token_ids"]):
+    lengths = [len(each["token_ids"]) for each in messages]
+    for each, length in zip(messages, lengths):
+        if len(each[FIELD]) != length:
             raise PayloadError(
-                f"MRR802: sample {sample} has a message of {len(each['token_ids'])} tokens with {len(each[FIELD])} rows of "
-                "routes."
+                f"MRR802: sample {sample} has a message of {length} tokens with {len(each[FIELD])} rows of routes."
             )
-    ids = torch.cat([each["token_ids"] for each in messages])
-    values = token_layers.add(torch.cat([each[FIELD] for each in messages]), ids, sample=sample)
-    for each, part in zip(messages, torch.split(values, [len(each["token_ids"]) for each in messages])):
-        each[FIELD] = part
+    if messages:
+        ids, routes = (torch.cat([each[name] for each in messages]) for name in ("token_ids", FIELD))
+        values = token_layers.add(routes, ids, sample=sample)
+        for each, part in zip(messages, torch.split(values, lengths)):
+            each[FIELD] = part
 
 
-def _install(options: dict[str, Any]) -> None:
-    from megatron.core import parallel_state
-
-    from megatron_router_replay.trainers import follow
-
-    replay = follow.install("NeMo-RL", lambda: _replays, options)
-
-    def batching(original: Any) -> Any:
-        def get_microbatch_iterator(data: Any, *args: Any, **kwargs: Any) -> Any:
-            global _batch
-            _batch = data
-            if FIELD in data:  # NeMo-RL's own code gets routes as it knows them, without ids
-                data = copy.copy(data)
-                data[FIELD] = token_layers.without(data[FIELD])
-            return original(data, *args, **kwargs)
-
-        return get_microbatch_iterator
-
-    def passing(original: Any) -> Any:
-        def megatron_forward_backward(model: Any, *args: Any, use_router_replay: bool = False, **kwargs: Any) -> Any:
-            global _replays
-            if use_router_replay:
-                follow.active().enter(model, _samples)
-            _replays = use_router_replay
-            try:
-                results = original(model, *args, use_router_replay=use_router_replay, **kwargs)
-            finally:
-                _replays = False
-            if use_router_replay and not kwargs.get("forward_only"):
-                # NeMo-RL adds up the micro-batches of all data-parallel ranks.
-                follow.report(results, parts=len(results) * parallel_state.get_data_parallel_world_size())
-            return results
-
-        return megatron_forward_backward
-
-    hook(BATCH, batching)
-    hook(PASS, passing)
-    for seam in DRIVE:
-        hook(seam, None if replay.audits else lambda original: lambda *args, **kwargs: None)
+# ---- the workers
+def _keep_batch(original: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+    _newest["batch"] = data
+    if FIELD in data:  # NeMo-RL's own code gets routes as it has them, without ids
+        data = copy.copy(data)
+        data[FIELD] = token_layers.without(data[FIELD])
+    return original(data, *args, **kwargs)
 
 
-def _samples() -> tuple[list[Tensor], list[Tensor]]:
+def _run_pass(original: Any, model: Any, *args: Any, use_router_replay: bool = False, **kwargs: Any) -> Any:
+    run = partial(original, model, *args, use_router_replay=use_router_replay, **kwargs)
+    if not use_router_replay:
+        return run()
+    replay = follow.active()
+    replay.enter(model, lambda: _samples(_newest["batch"]))
+    with replay.in_pass("replay"):
+        results = run()
+    if not kwargs.get("forward_only"):
+        from megatron.core import parallel_state
+
+        # NeMo-RL adds up the micro-batches of all data-parallel ranks.
+        replay.report(results, parts=len(results) * parallel_state.get_data_parallel_world_size())
+    return results
+
+
+def _drive(original: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **kwargs) if follow.active().audits else None
+
+
+def _samples(batch: Any) -> tuple[list[Tensor], list[Tensor]]:
     """Return tokens [T] and routes [T, layers, topk] of each sample, -1 where NeMo-RL has none."""
-    ids, values, lengths = take(BATCH, _batch, "input_ids", FIELD, "input_lengths")
+    ids, values, lengths = take(BATCH, batch, "input_ids", FIELD, "input_lengths")
     tokens = [row[:length] for row, length in zip(ids, lengths.tolist())]
     routes = [
         token_layers.remove(rows[: len(part)], part, sample=i, at_least=len(part))

@@ -1,5 +1,7 @@
 """Hooks on a trainer's functions, by name: a function that is gone raises SeamError, so no hook is idle.
 
+`python -m megatron_router_replay.trainers.seams slime FOLDER` checks a checkout in seconds.
+
 Source: PEP 451 for modules that are hooked as soon as they have been imported.
 """
 
@@ -14,7 +16,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -23,13 +25,13 @@ from typing import Any
 from megatron_router_replay.errors import SeamError
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Seam:
     """Name a function of a trainer that a hook replaces, or that only shows a switch.
 
     Args:
         module: that defines the function.
-        name: in the module, as "MegatronTrainRayActor.fill_routing_replay".
+        name: of the function in the module, as "MegatronTrainRayActor.fill_routing_replay".
         parameters: that the hook reads, separated by spaces. A function may have more.
         words: fields and switches that the hook shares with the function's code, separated by spaces.
     """
@@ -45,26 +47,26 @@ class Seam:
         Raises:
             SeamError: the function, a parameter or a word is gone.
         """
-        where = f"{self.module}.{self.name}"
         if source is None:
-            raise self.moved(f"{where} is gone")
+            raise self.moved("is gone")
         (node,) = ast.parse(textwrap.dedent(source)).body
         assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         arguments = node.args
         found = [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
         missing = [each for each in self.parameters.split() if each not in found]
         if missing:
-            raise self.moved(f"{where} has the parameters {found}, without {missing}")
+            raise self.moved(f"has the parameters {found}, without {missing}")
         missing = [each for each in self.words.split() if not re.search(rf"\b{each}\b", source)]
         if missing:
-            raise self.moved(f"{where} no longer names {missing}")
+            raise self.moved(f"no longer names {missing}")
 
-    def moved(self, what: str) -> SeamError:
-        """Return the error of a seam that moved."""
+    def moved(self, change: str) -> SeamError:
+        """Return the error of a seam that moved; `change` continues the function's name."""
         trainer = self.module.partition(".")[0]
         return SeamError(
-            f"MRR808: {what}: this {trainer} is newer or older than the eight weeks of commits that this release supports. "
-            f"Take a release of megatron_router_replay that supports it, or turn {trainer}'s routing replay off."
+            f"MRR808: {self.module}.{self.name} {change}: this {trainer} is newer or older than the eight weeks of commits "
+            "that this release supports. Take a release of megatron_router_replay that supports it, or turn "
+            f"{trainer}'s routing replay off."
         )
 
 
@@ -76,118 +78,99 @@ def take(seam: Seam, data: Any, *fields: str) -> tuple[Any, ...]:
     """
     missing = [name for name in fields if name not in data]
     if missing:
-        raise seam.moved(f"{seam.module}.{seam.name} gets a batch without {missing}: it has {sorted(map(str, data))}")
+        raise seam.moved(f"gets a batch without {missing}: it has {sorted(map(str, data))}")
     return tuple(data[name] for name in fields)
 
 
-def hook(seam: Seam, make: Callable[[Any], Any] | None) -> None:
-    """Replace a seam's function by make(function), as soon as its module is imported; None: only check the seam.
+def hook(seam: Seam, around: Callable[..., Any] | None = None) -> None:
+    """Make calls of a seam's function calls of around(function, ...), as soon as its module is imported.
 
-    A module that had imported the function by name gets the replacement too.
+    A module that had imported the function by name gets the hook too. A function that has a hook keeps it.
+
+    Args:
+        around: takes the original function and its arguments; None: the seam is only checked.
 
     Raises:
         SeamError: the seam moved; where the module is not imported yet, from the statement that imports it.
     """
-    when_imported(seam.module, functools.partial(_replace, seam=seam, make=make), key=seam.name)
+    when_imported(seam.module, functools.partial(_replace, seam=seam, around=around))
 
 
-def _replace(module: ModuleType, *, seam: Seam, make: Callable[[Any], Any] | None) -> None:
+def _replace(module: ModuleType, *, seam: Seam, around: Callable[..., Any] | None) -> None:
     *path, name = seam.name.split(".")
     owner: Any = module
     for each in path:
         owner = getattr(owner, each, None)
-    original = inspect.getattr_static(owner, name, None) if owner is not None else None
-    if hasattr(original, "mrr_original"):
-        return  # a second installation in one process
-    function: Any = original
-    seam.check(None if function is None else inspect.getsource(inspect.unwrap(function)))
-    if make is None:
+    function: Any = inspect.getattr_static(owner, name, None)
+    if hasattr(function, "mrr_original"):
         return
-    replacement: Any = functools.wraps(function)(make(function))
-    replacement.mrr_original = function
+    written = inspect.unwrap(function)
+    seam.check(inspect.getsource(written) if inspect.isfunction(written) else None)
+    if around is None:
+        return
+
+    @functools.wraps(function)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return around(function, *args, **kwargs)
+
+    replacement.mrr_original = function  # type: ignore[attr-defined]
     setattr(owner, name, replacement)
-    if not path:
-        replace_in_modules(original, replacement)
-
-
-def replace_in_modules(original: Any, replacement: Any) -> None:
-    """Put `replacement` in every imported module that has `original`, under whatever name."""
-    for module in list(sys.modules.values()):
+    for holder in [] if path else list(sys.modules.values()):
         # Not getattr: some modules make their attributes lazily.
-        for name, value in list(getattr(module, "__dict__", {}).items()):
-            if value is original:
-                setattr(module, name, replacement)
+        for key, value in list(getattr(holder, "__dict__", {}).items()):
+            if value is function:
+                setattr(holder, key, replacement)
 
 
-def when_imported(name: str, then: Callable[[ModuleType], None], *, key: str = "") -> None:
-    """Call `then` with the module of this name, now or as soon as it has been imported.
-
-    Args:
-        name: of the module.
-        then: takes it.
-        key: a later call with this module and key replaces an earlier one that still waits.
-    """
-    if name in sys.modules:
-        then(sys.modules[name])
-        return
-    _finder.waiting.setdefault(name, {})[key] = then
-    if _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)
-
-
+# ---- modules that are not imported yet
 class _WhenImported(MetaPathFinder):
-    """First of the finders: passes a module that is waited for to the other finders and to its own loader."""
+    """First of the finders: the others find a module, and the calls that wait for it are made once it has run."""
 
     def __init__(self) -> None:
-        self.waiting: dict[str, dict[str, Callable[[ModuleType], None]]] = {}
+        self.waiting: dict[str, list[Callable[[ModuleType], Any]]] = {}
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in self.waiting:
             return None
-        for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(name, path, target)
-            if spec is not None:
-                spec.loader = _Loader(spec.loader, self.waiting)
-                return spec
-        return None
+        specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((each for each in specs if each is not None), None)
+        if spec is not None:
+            self._add_calls(spec.loader)
+        return spec
 
+    def _add_calls(self, loader: Any) -> None:
+        execute = loader.exec_module
 
-class _Loader(Loader):
-    """Loads a module with its own loader, then makes the calls that wait for it."""
+        def exec_module(module: ModuleType) -> None:
+            # A loader of several modules, such as that of a zip file, loads the next one as before.
+            vars(loader).pop("exec_module", None)
+            execute(module)
+            for then in self.waiting.pop(module.__name__, []):
+                then(module)
 
-    def __init__(self, loader: Any, waiting: dict[str, dict[str, Callable[[ModuleType], None]]]) -> None:
-        self._loader, self._waiting = loader, waiting
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        module: ModuleType | None = self._loader.create_module(spec)
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        # The module is its own loader's again, for inspect.getsource.
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        for then in self._waiting.pop(module.__name__, {}).values():
-            then(module)
+        loader.exec_module = exec_module
 
 
 _finder = _WhenImported()
 
 
+def when_imported(name: str, then: Callable[[ModuleType], Any]) -> None:
+    """Call `then` with the module of this name, now or as soon as it has been imported."""
+    if name in sys.modules:
+        then(sys.modules[name])
+        return
+    _finder.waiting.setdefault(name, []).append(then)
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+
+
+# ---- a checkout
 def source_of(text: str, name: str) -> str | None:
     """Return the source of a function in a module's text, None: there is none."""
-    body: Sequence[ast.stmt] = ast.parse(text).body
-    node: Any = None
+    node: Any = ast.parse(text)
     for part in name.split("."):
-        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-        node = next((each for each in body if isinstance(each, kinds) and each.name == part), None)
-        if node is None:
-            return None
-        body = node.body
-    # From the first decorator on, as inspect.getsource.
-    first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
-    return "\n".join(text.splitlines()[first - 1 : node.end_lineno])
+        node = next((each for each in getattr(node, "body", []) if getattr(each, "name", None) == part), None)
+    return None if node is None else ast.get_source_segment(text, node)
 
 
 def main(arguments: Sequence[str]) -> int:

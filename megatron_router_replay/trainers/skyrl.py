@@ -15,92 +15,54 @@ import torch
 from torch import Tensor
 
 from megatron_router_replay.errors import PayloadError
-from megatron_router_replay.trainers import token_layers
+from megatron_router_replay.trainers import follow, token_layers
 from megatron_router_replay.trainers.seams import Seam, hook, take, when_imported
 
 FIELD = "rollout_expert_indices"
 WORKERS = "skyrl.backends.skyrl_train"
 DRIVER = Seam(
-    module="skyrl.train.trainer",
-    name="RayPPOTrainer.convert_to_training_input",
-    parameters="self generator_output",
+    "skyrl.train.trainer",
+    "RayPPOTrainer.convert_to_training_input",
+    "self generator_output",
     words=f"prompt_token_ids response_ids loss_masks {FIELD}",
 )
 PASSES = tuple(
     Seam(
-        module=f"{WORKERS}.workers.megatron.megatron_model_wrapper",
-        name=f"MegatronModelWrapper.{name}",
-        parameters="self micro_batches",
+        f"{WORKERS}.workers.megatron.megatron_model_wrapper",
+        f"MegatronModelWrapper.{name}",
+        "self micro_batches",
         words=f"sequences attention_mask {FIELD} get_forward_backward_func",
     )
     for name in ("forward", "forward_backward_mini_batch")
 )
 LAYOUTS = tuple(
-    Seam(module=f"{WORKERS}.distributed.megatron.megatron_utils", name=name, parameters="input_ids pre_process")
+    Seam(f"{WORKERS}.distributed.megatron.megatron_utils", name, "input_ids pre_process")
     for name in ("preprocess_packed_seqs", "remove_left_padding")
 )
 SEAMS = (DRIVER, *PASSES, *LAYOUTS)
 
-_replays = False  # the pass that runs now
-
 
 def install(**options: Any) -> None:
-    """Install the driver's hook, and the workers' once their module is imported. Importing this module calls it.
+    """Install the hooks as soon as their modules are imported. Importing this module calls it.
 
     Args:
         options: of `mrr.replay`.
     """
-    hook(DRIVER, _driving)
-    when_imported(PASSES[0].module, lambda module: _install(options))
-
-
-def _driving(original: Any) -> Any:
-    def convert_to_training_input(self: Any, generator_output: Any, *args: Any, **kwargs: Any) -> Any:
-        if generator_output.get(FIELD) is not None:
-            generator_output = {**generator_output, FIELD: _with_tokens(generator_output)}
-        return original(self, generator_output, *args, **kwargs)
-
-    return convert_to_training_input
-
-
-def _install(options: dict[str, Any]) -> None:
-    from megatron_router_replay.trainers import follow
-
+    hook(DRIVER, _convert)
     # SkyRL pads with 0 where it lays a micro-batch out.
-    replay = follow.install("SkyRL", lambda: _replays, {"padding_token_ids": [0], **options})
-
-    def passing(original: Any) -> Any:
-        def run(self: Any, micro_batches: Any, *args: Any, **kwargs: Any) -> Any:
-            global _replays
-            batches = micro_batches
-            replays = any(batch.get(FIELD) is not None for batch in batches)
-            if replays:
-                follow.active().enter(self.actor_module, lambda: _samples(batches))
-                # SkyRL's own replay gets no routes; under an audit it gets them as it knows them, without ids.
-                own = token_layers.without if replay.audits else lambda values: None
-                micro_batches = [{**batch, FIELD: own(batch[FIELD])} for batch in batches]
-            _replays = replays
-            try:
-                results = original(self, micro_batches, *args, **kwargs)
-            finally:
-                _replays = False
-            if replays and isinstance(results, list):
-                follow.report(results)  # SkyRL takes the mean
-            return results
-
-        return run
-
-    def laying_out(original: Any) -> Any:
-        def lay_out(input_ids: Any, *args: Any, pre_process: bool = True, **kwargs: Any) -> Any:
-            # Later pipeline stages need tokens for nothing else: these say which rows the stage needs.
-            return original(input_ids, *args, pre_process=pre_process or _replays, **kwargs)
-
-        return lay_out
-
+    options = {"padding_token_ids": [0], **options}
+    when_imported(PASSES[0].module, lambda module: follow.install("SkyRL", None, options))
     for seam in PASSES:
-        hook(seam, passing)
+        hook(seam, _run_pass)
     for seam in LAYOUTS:
-        hook(seam, laying_out)
+        hook(seam, follow.lay_out)
+
+
+# ---- the driver
+def _convert(original: Any, self: Any, generator_output: Any, *args: Any, **kwargs: Any) -> Any:
+    if generator_output.get(FIELD) is not None:
+        generator_output = {**generator_output, FIELD: _with_tokens(generator_output)}
+    return original(self, generator_output, *args, **kwargs)
 
 
 def _with_tokens(generator_output: Any) -> list[Any]:
@@ -123,6 +85,22 @@ def _with_tokens(generator_output: Any) -> list[Any]:
         values = token_layers.add(values, ids, sample=i)
         with_tokens.append(values.tolist() if isinstance(rows, list) else values.numpy())
     return with_tokens
+
+
+# ---- the workers
+def _run_pass(original: Any, self: Any, micro_batches: Any, *args: Any, **kwargs: Any) -> Any:
+    if all(batch.get(FIELD) is None for batch in micro_batches):
+        return original(self, micro_batches, *args, **kwargs)
+    replay = follow.active()
+    replay.enter(self.actor_module, lambda: _samples(micro_batches))
+    # SkyRL's own replay gets no routes; under an audit it gets them as it has them, without ids.
+    own = token_layers.without if replay.audits else lambda values: None
+    batches = [{**batch, FIELD: own(batch[FIELD])} for batch in micro_batches]
+    with replay.in_pass("replay"):
+        results = original(self, batches, *args, **kwargs)
+    if isinstance(results, list):
+        replay.report(results)  # SkyRL takes the mean
+    return results
 
 
 def _samples(micro_batches: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:

@@ -19,19 +19,13 @@ from megatron_router_replay.errors import PayloadError
 _BYTES, _ROW, _END = 3, 0x5A, 0xA5
 
 
-def num_layers(topk: int) -> int:
-    """Return how many layers an id takes."""
-    return -(-_BYTES // topk)
-
-
-def add(routes: Tensor, ids: Tensor, *, sample: int, is_end: bool = True) -> Tensor:
+def add(routes: Tensor, ids: Tensor, *, sample: int) -> Tensor:
     """Return routes, followed by the layers of their tokens' ids.
 
     Args:
-        routes: [rows, layers, topk], any integer dtype, rows <= T.
+        routes: [rows, layers, topk], any integer dtype, rows <= T. The last row is marked as the sample's last.
         ids: [T] integers.
         sample: its number, for the message.
-        is_end: the last row is the sample's last, and is marked.
 
     Raises:
         PayloadError: routes of another shape, no row, or more rows than tokens.
@@ -42,8 +36,7 @@ def add(routes: Tensor, ids: Tensor, *, sample: int, is_end: bool = True) -> Ten
             "is known, a row at least and a row a token at most."
         )
     layers = _layers(ids[: len(routes)], routes.shape[2])
-    if is_end:
-        layers[-1] ^= _ROW ^ _END
+    layers[-1] ^= _ROW ^ _END
     return torch.cat([routes, layers.to(routes.device, routes.dtype)], dim=1)
 
 
@@ -60,7 +53,7 @@ def remove(values: Tensor, ids: Tensor, *, sample: int, at_least: int = 1) -> Te
         PayloadError: a row has the id of another token, or rows are missing.
     """
     values, topk = values.cpu(), values.shape[2]
-    count = num_layers(topk)
+    count = _num_layers(topk)
     carried, routes = values[:, -count:].to(torch.int64) & 255, values[:, :-count].to(torch.int16).clone()
     differs = (carried ^ _layers(ids, topk)).flatten(1)
     is_end = (differs == _ROW ^ _END).all(1)
@@ -94,23 +87,26 @@ def remove(values: Tensor, ids: Tensor, *, sample: int, at_least: int = 1) -> Te
 
 def without(values: Tensor) -> Tensor:
     """Return routes [..., layers, topk] without the layers of ids, unchecked."""
-    return values[..., : -num_layers(values.shape[-1]), :]
+    return values[..., : -_num_layers(values.shape[-1]), :]
 
 
 def are_in(values: Tensor) -> bool:
     """Return whether routes [..., layers, topk] have layers of ids, for metrics alone."""
     rows = values.flatten(0, -3)
-    if rows.shape[1] <= num_layers(rows.shape[2]):
-        return False
     rows = rows[(rows != 0).flatten(1).any(1)]
-    highest = rows[:, -num_layers(values.shape[-1]) :].flatten(1)[:, _BYTES - 1].to(torch.int64) & 255
     # By the highest byte: an id below 1,048,576 has one of at most 15.
-    return bool(len(rows)) and bool((((highest ^ _ROW) < 16) | ((highest ^ _END) < 16)).all())
+    highest = rows[:, -_num_layers(values.shape[-1]) :].flatten(1)[:, _BYTES - 1 : _BYTES].to(torch.int64) & 255
+    return highest.numel() > 0 and bool((((highest ^ _ROW) < 16) | ((highest ^ _END) < 16)).all())
+
+
+def _num_layers(topk: int) -> int:
+    """Return how many layers an id takes."""
+    return -(-_BYTES // topk)
 
 
 def _layers(ids: Tensor, topk: int) -> Tensor:
-    """Return [T, num_layers(topk), topk] int64: the bytes of ids."""
-    places = torch.zeros(len(ids), num_layers(topk) * topk, dtype=torch.int64)
+    """Return [T, layers, topk] int64: the bytes of ids."""
+    places = torch.zeros(len(ids), _num_layers(topk) * topk, dtype=torch.int64)
     for i in range(_BYTES):
         places[:, i] = (ids.cpu().to(torch.int64) >> 8 * i) & 255
     return (places ^ _ROW).view(len(ids), -1, topk)

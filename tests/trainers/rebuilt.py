@@ -177,12 +177,9 @@ class MegatronEngine:
     def __init__(self, model_config, engine_config, optimizer_config, checkpoint_config):
         pass
 
-    def initialize(self):
-        self.module = []
-
     def forward_backward_batch(self, data, loss_function, forward_only=False):
         enable_routing_replay = data["enable_routing_replay"]
-        get_forward_backward_func()
+        get_forward_backward_func(model=self.module)
 """,
     "verl/models/mcore/util.py": """
 def preprocess_thd_engine(input_ids, pre_process=True):

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "megatron_router_replay").rglob("*.py"))
 CODE = re.compile(r"MRR\d{3}(?=: )")
 CLASSES = {name for name, value in vars(errors).items() if isinstance(value, type)}
-CLASSES |= {"CaptureError", "TransportError", "VerlError"}
+CLASSES |= {"CaptureError", "TransportError"}
 
 
 def raised_codes():

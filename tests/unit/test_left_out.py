@@ -55,7 +55,7 @@ def test_a_path_touches_every_group_that_is_not_known_to_do_without_it(path, exp
         ("README.md", ["wheel"]),
         ("examples/grpo/loop.py", []),
         ("megatron_router_replay/engines/vllm.py", []),
-        ("megatron_router_replay/trainers/verl/engine.py", ["verl"]),
+        ("megatron_router_replay/trainers/verl.py", ["verl"]),
         ("megatron_router_replay/mcore/core/tape.py", ["versions"]),
         ("megatron_router_replay/mcore/sessions/session.py", ["verl"]),
         ("megatron_router_replay/trace/ids.py", []),

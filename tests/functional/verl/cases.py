@@ -7,6 +7,7 @@ them, and the tokens of each position are laid out here by hand.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -331,8 +333,12 @@ def unmarked(case: Case, mode: str) -> list[str]:
     return differences(done, step(stock, as_verl(padded, **case.batching)))
 
 
-def chosen(mode: str, fields: dict[str, Any] | None = None, packer: Any = None) -> str:
-    """The class that verl's registry makes for a mode; `packer` in place of the installed verl's."""
+def chosen(mode: str, fields: dict[str, Any] | None = None, packer: Any = None, head: str = "language_model") -> bool:
+    """Make an engine by verl's registry; return whether this package replays in it, and verl's own replay does not.
+
+    Args:
+        packer: in place of the installed verl's.
+    """
     from verl.models.mcore import util
     from verl.workers.engine import EngineRegistry
 
@@ -340,7 +346,7 @@ def chosen(mode: str, fields: dict[str, Any] | None = None, packer: Any = None) 
     installed, util.preprocess_bshd_engine = util.preprocess_bshd_engine, packer or util.preprocess_bshd_engine
     try:
         engine = EngineRegistry.new(
-            model_type="language_model",
+            model_type=head,
             backend="megatron",
             model_config=model_config(**(fields or {})),
             engine_config=config,
@@ -349,17 +355,16 @@ def chosen(mode: str, fields: dict[str, Any] | None = None, packer: Any = None) 
         )
     finally:
         util.preprocess_bshd_engine = installed
+    assert type(engine).__module__ == "verl.workers.engine.megatron.transformer_impl"
     assert engine.engine_config is config
-    return f"{type(engine).__module__}.{type(engine).__name__}"
+    is_ours = hasattr(engine, "mrr_mode")
+    assert engine.enable_routing_replay == (mode != "disabled" and not is_ours)
+    return is_ours
 
 
-def registered_twice() -> str:
-    from megatron_router_replay.trainers import verl as ours
-
-    chosen("R3")  # which loads verl's engines, ours with them
-    with pytest.raises(ours.VerlError) as error:
-        ours.register()
-    return str(error.value)
+def chosen_under_audit() -> bool:
+    with mock.patch.dict(os.environ, MRR_AUDIT="1"):
+        return chosen("R3")
 
 
 def preprocess_bshd_engine(input_ids: Any, interleave: bool = False) -> None:
@@ -367,13 +372,9 @@ def preprocess_bshd_engine(input_ids: Any, interleave: bool = False) -> None:
 
 
 def patched_by_verl() -> str:
-    """verl's own replay was on in this process, for an engine that is not ours."""
-    from verl.utils.megatron.router_replay_patch import apply_router_replay_patch
-
-    apply_router_replay_patch()  # a worker of its own: nothing takes the patch out again
-    with pytest.raises(mrr.RouterReplayError) as error:
-        Case().engine(OurEngine, "R3")
-    return str(error.value)
+    """A critic has its own replay on in this process."""
+    chosen("R3", head="value_model")  # a worker of its own: nothing takes its patch out again
+    return refused(Case(), "R2", nothing)[1]
 
 
 ROUTES = [[[3, 1]], [[0, 2]], [[2, 1]]]

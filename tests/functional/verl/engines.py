@@ -16,13 +16,12 @@ from verl.workers.engine.megatron import MegatronEngineWithLMHead
 from verl.workers.utils.losses import ppo_loss
 
 from megatron_router_replay.testing import ParallelSizes
-from megatron_router_replay.trainers.verl import engine as replay_engine
-from megatron_router_replay.trainers.verl.engine import RouterReplayEngine
+from megatron_router_replay.trainers import verl as plugin
 from tests.functional.verl.batches import VOCAB_SIZE
 from tests.support.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 
 # The batches' routes are drawn at random, so that none is the router's own choice: it cannot agree.
-replay_engine.options["min_agreement"] = 0
+plugin.options["min_agreement"] = 0
 
 
 class OnCpu:
@@ -63,8 +62,8 @@ class StockEngine(OnCpu, MegatronEngineWithLMHead):
     pass
 
 
-class OurEngine(OnCpu, RouterReplayEngine):
-    pass
+class OurEngine(StockEngine):
+    """The same: its `router_replay.mode` says whether this package replays."""
 
 
 def layout_of(config: Any) -> ParallelSizes:

@@ -11,7 +11,7 @@ pytest.importorskip("verl", reason="verl is not installed: make test-verl")
 from megatron_router_replay.errors import PayloadError
 from megatron_router_replay.testing import ParallelSizes
 from megatron_router_replay.trainers import token_layers
-from megatron_router_replay.trainers.verl.engine import _samples
+from megatron_router_replay.trainers.verl import _samples
 from tests.functional.verl import cases
 from tests.functional.verl.batches import LENGTHS
 from tests.functional.verl.cases import FIXED, FULL, MOE, Case, r2, r3

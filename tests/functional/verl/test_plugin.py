@@ -13,53 +13,43 @@ from megatron_router_replay.trainers import token_layers
 from tests.functional.verl import cases
 from tests.support.workers import WorkersError
 
-STOCK = "verl.workers.engine.megatron.transformer_impl.MegatronEngineWithLMHead"
-OURS = "megatron_router_replay.trainers.verl.engine.RouterReplayEngine"
-
 
 @pytest.fixture(scope="module")
 def fresh_process():
-    """What a process without Megatron-Core says of the plug-in, then of one for a verl that lacks what we know."""
+    """What a process without Megatron-Core says of the plug-in, then of one for a verl whose engine moved."""
     code = (
-        "import json, sys, verl; before = 'megatron' in sys.modules; from verl.workers.engine import EngineRegistry; "
-        "found = EngineRegistry.get_engine_cls('language_model', 'megatron'); "
-        "print(json.dumps([before, found.__module__, 'megatron_router_replay.trainers.verl.engine' in sys.modules, "
-        "'verl.workers.engine.megatron' in sys.modules['megatron_router_replay.trainers.seams']._finder.waiting])); "
-        # What is gone is looked for when verl's engine has been imported; its own imports have had it by then.
-        "import verl.workers.engine.megatron, verl.utils.device; import megatron_router_replay.trainers.verl as ours; "
-        "verl.__version__ = '0.10.0'; del verl.utils.device.get_vendor, sys.modules[ours.ENGINE_MODULE]; "
-        "ours.when_imported(ours.ENGINE_MODULE, ours._register_if_possible); "
-        "import verl.workers.engine.megatron; print('went on')"
+        "import json, sys, verl; before = 'megatron' in sys.modules; "
+        "import megatron_router_replay.trainers.seams as seams, megatron_router_replay.trainers.verl as ours; "
+        "print(json.dumps([before, ours.ENGINE in seams._finder.waiting])); "
+        "import verl.workers.engine.megatron.transformer_impl as engine; "
+        "print(json.dumps(hasattr(engine.MegatronEngine.__init__, 'mrr_original'))); "
+        "del engine.MegatronEngine; ours._hook_or_warn(ours.INIT, ours._construct, 'Not replayed.'); print('went on')"
     )
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
 
 
 def test_verl_loads_it_as_an_entry_point_and_nothing_of_megatron_with_it(fresh_process):
-    found = json.loads(fresh_process.stdout.splitlines()[-2])
-    assert found == [False, "megatron_router_replay.trainers.verl", False, False]
+    waits, is_hooked, _ = fresh_process.stdout.splitlines()[-3:]
+    assert json.loads(waits) == [False, True]
+    assert json.loads(is_hooked)
 
 
 def test_verls_mode_is_the_switch(workers_1):
-    assert workers_1.run(cases.chosen, "disabled") == [STOCK]
-    assert workers_1.run(cases.chosen, "R2") == [OURS]
-    assert workers_1.run(cases.chosen, "R3") == [OURS]
+    assert [workers_1.run(cases.chosen, mode) for mode in ("disabled", "R2", "R3")] == [[False], [True], [True]]
 
 
 def test_a_verl_that_packs_in_another_way_is_refused_unless_replay_is_off(workers_1):
-    assert workers_1.run(cases.chosen, "disabled", {}, cases.preprocess_bshd_engine) == [STOCK]
+    assert workers_1.run(cases.chosen, "disabled", {}, cases.preprocess_bshd_engine) == [False]
     with pytest.raises(WorkersError, match=r"preprocess_bshd_engine has the parameters \['input_ids', 'interleave'\]"):
         workers_1.run(cases.chosen, "R3", {}, cases.preprocess_bshd_engine)
 
 
-def test_a_verl_without_the_registry_that_we_know_goes_on_with_a_warning(fresh_process):
+def test_a_verl_whose_engine_moved_goes_on_with_a_warning(fresh_process):
     assert fresh_process.stdout.splitlines()[-1] == "went on"
-    assert "cannot register this package's engine with verl 0.10.0: ImportError" in fresh_process.stderr
-    assert "verl's own replay would run, not this package's" in fresh_process.stderr
-
-
-def test_a_second_plug_in_for_the_same_engine_is_refused(workers_1):
-    (message,) = workers_1.run(cases.registered_twice)
-    assert message.startswith("MRR806: another plug-in of verl has registered a Megatron engine")
+    assert (
+        "MRR808: verl.workers.engine.megatron.transformer_impl.MegatronEngine.__init__ is gone" in fresh_process.stderr
+    )
+    assert "Not replayed." in fresh_process.stderr
 
 
 def test_a_vision_language_model_is_refused_by_name(workers_1):
@@ -71,6 +61,11 @@ def test_it_refuses_to_run_beside_verls_own_patch(workers_1):
     (message,) = workers_1.run(cases.patched_by_verl)
     workers_1.close()  # its process is patched
     assert "apply_router_replay_patch" in message
+
+
+def test_an_audit_is_refused(workers_1):
+    with pytest.raises(WorkersError, match="cannot be exact with MRR_AUDIT"):
+        workers_1.run(cases.chosen_under_audit)
 
 
 @pytest.mark.parametrize("as_list", [False, True])
