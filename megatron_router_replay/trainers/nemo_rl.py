@@ -9,7 +9,6 @@ imports it.
 from __future__ import annotations
 
 import copy
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from megatron_router_replay.errors import PayloadError
 from megatron_router_replay.trainers import follow, token_layers
 from megatron_router_replay.trainers.seams import Seam, hook, take, when_imported
 
-OWN = "nemo_rl.models.megatron.router_replay"
 FIELD = "routed_experts"
 DRIVER = Seam(
     "nemo_rl.algorithms.grpo",
@@ -34,11 +32,7 @@ PASS = Seam(
     "model use_router_replay",
     words="get_forward_backward_func",
 )
-DRIVE = tuple(
-    Seam(OWN, name, "model")
-    for name in ("set_router_replay_forward", "set_router_replay_backward", "clear_router_replay")
-)
-SEAMS = (DRIVER, BATCH, PASS, *DRIVE)
+SEAMS = (DRIVER, BATCH, PASS)
 
 
 _newest: dict[str, Any] = {}
@@ -55,8 +49,6 @@ def install(**options: Any) -> None:
     when_imported(PASS.module, lambda module: follow.install("NeMo-RL", None, options))
     hook(BATCH, _keep_batch)
     hook(PASS, _run_pass)
-    for seam in DRIVE:
-        hook(seam, _drive)
 
 
 # ---- the driver
@@ -95,23 +87,19 @@ def _keep_batch(original: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _run_pass(original: Any, model: Any, *args: Any, use_router_replay: bool = False, **kwargs: Any) -> Any:
-    run = partial(original, model, *args, use_router_replay=use_router_replay, **kwargs)
     if not use_router_replay:
-        return run()
+        return original(model, *args, **kwargs)
     replay = follow.active()
     replay.enter(model, lambda: _samples(_newest["batch"]))
     with replay.in_pass("replay"):
-        results = run()
+        # Without the flag, NeMo-RL sets no targets of its own.
+        results = original(model, *args, use_router_replay=replay.audits, **kwargs)
     if not kwargs.get("forward_only"):
         from megatron.core import parallel_state
 
         # NeMo-RL adds up the micro-batches of all data-parallel ranks.
         replay.report(results, parts=len(results) * parallel_state.get_data_parallel_world_size())
     return results
-
-
-def _drive(original: Any, *args: Any, **kwargs: Any) -> Any:
-    return original(*args, **kwargs) if follow.active().audits else None
 
 
 def _samples(batch: Any) -> tuple[list[Tensor], list[Tensor]]:

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_router_replay.errors import PayloadError
 from megatron_router_replay.trainers import follow, token_layers
 from megatron_router_replay.trainers.seams import Seam, hook, take, when_imported
 
@@ -66,23 +65,14 @@ def _convert(original: Any, self: Any, generator_output: Any, *args: Any, **kwar
 
 
 def _with_tokens(generator_output: Any) -> list[Any]:
-    """Return each sample's routes [rows, layers, topk] with the ids of their tokens, arrays or lists as they came.
-
-    Raises:
-        PayloadError: a sample has fewer rows than its trained tokens depend on.
-    """
+    """Return each sample's routes [rows, layers, topk] with the ids of their tokens, arrays or lists as they came."""
     fields = take(DRIVER, generator_output, "prompt_token_ids", "response_ids", "loss_masks", FIELD)
     with_tokens = []
     for i, (prompt, response, loss_mask, rows) in enumerate(zip(*fields, strict=True)):
         ids, values = torch.as_tensor([*prompt, *response]), torch.as_tensor(np.asarray(rows))
-        trained = [len(prompt) + at for at, each in enumerate(loss_mask) if each]
+        last_trained = max((at for at, is_trained in enumerate(loss_mask, len(prompt)) if is_trained), default=0)
         # The engine did not run its last token, and SkyRL may have appended and trained an EOS after it.
-        if trained and len(values) < trained[-1] - 1:
-            raise PayloadError(
-                f"MRR802: sample {i} has {len(values)} rows of routes, and its last trained token is at position "
-                f"{trained[-1]} of {len(ids)}: the engine's rows were lost."
-            )
-        values = token_layers.add(values, ids, sample=i)
+        values = token_layers.add(values, ids, sample=i, at_least=last_trained - 1)
         with_tokens.append(values.tolist() if isinstance(rows, list) else values.numpy())
     return with_tokens
 

@@ -19,21 +19,22 @@ from megatron_router_replay.errors import PayloadError
 _BYTES, _ROW, _END = 3, 0x5A, 0xA5
 
 
-def add(routes: Tensor, ids: Tensor, *, sample: int) -> Tensor:
+def add(routes: Tensor, ids: Tensor, *, sample: int, at_least: int = 1) -> Tensor:
     """Return routes, followed by the layers of their tokens' ids.
 
     Args:
         routes: [rows, layers, topk], any integer dtype, rows <= T. The last row is marked as the sample's last.
         ids: [T] integers.
         sample: its number, for the message.
+        at_least: how many rows the trained tokens depend on.
 
     Raises:
-        PayloadError: routes of another shape, no row, or more rows than tokens.
+        PayloadError: routes of another shape, too few rows, or more rows than tokens.
     """
-    if routes.dim() != 3 or not 0 < len(routes) <= len(ids):
+    if routes.dim() != 3 or not max(1, at_least) <= len(routes) <= len(ids):
         raise PayloadError(
             f"MRR802: sample {sample} has {len(ids)} tokens, and its routes are {list(routes.shape)}: [rows, layers, topk] "
-            "is known, a row at least and a row a token at most."
+            f"is known, with {max(1, at_least)} rows at least, which its trained tokens depend on, and a row a token at most."
         )
     layers = _layers(ids[: len(routes)], routes.shape[2])
     layers[-1] ^= _ROW ^ _END

@@ -76,11 +76,17 @@ def _run_agent_loop(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 def _with_tokens(postprocess: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
     """Add token ids to the routes of an agent loop's outputs, then run verl's function."""
     for i, each in enumerate(output if isinstance(output, list) else [output]):
-        if each.routed_experts is not None:
-            ids = torch.tensor([*each.prompt_ids, *each.response_ids])
-            # verl cuts rows of tokens that it cut off, too.
-            rows = torch.as_tensor(each.routed_experts)[: len(ids)].to(torch.int16)
-            each.routed_experts = token_layers.add(rows, ids, sample=i)
+        if each.routed_experts is None:
+            continue
+        ids = torch.tensor([*each.prompt_ids, *each.response_ids])
+        # verl cuts rows of tokens that it cut off, too.
+        rows = torch.as_tensor(each.routed_experts)[: len(ids)].to(torch.int16)
+        # An engine may send zeros for tokens that it did not run, after those that trained tokens depend on.
+        trained = [at for at, is_trained in enumerate(each.response_mask, len(each.prompt_ids)) if is_trained]
+        needed = max(trained, default=1)
+        sent = (rows[needed:] > 0).flatten(1).any(dim=1).nonzero()
+        rows = rows[: needed + (int(sent[-1]) + 1 if sent.numel() else 0)]
+        each.routed_experts = token_layers.add(rows, ids, sample=i, at_least=needed)
     return postprocess(output, *args, **kwargs)
 
 
@@ -220,41 +226,18 @@ def _without_padding(tokens: Tensor) -> tuple[int, ...]:
 def _samples(data: Any, routed_experts: Any, mode: str) -> tuple[list[Tensor], list[Tensor]]:
     """Return tokens [T] and routes [T, layers, topk] of each sample, -1 where there is no route.
 
-    verl fills with zeros the rows that the engine did not send: the last token, all tokens after the last generation of a
-    multi-turn sample, and whole samples that only fill up a batch. Nothing that is trained can see these. So a sample needs
-    routes up to the token that predicts its last trained one.
+    verl fills with zeros the rows that the agent loop did not send: the last token, all tokens after the last generation of
+    a multi-turn sample, and whole samples that only fill up a batch, of which nothing is trained.
     """
     tokens, routes = list(data["input_ids"].unbind()), []
-    needed = [len(ids) if mode == "R2" else len(ids) - 1 for ids in tokens]
-    if mode == "R3":
-        needed = _last_trained(data) or needed
-    for i, (rows, ids, at_least) in enumerate(zip(routed_experts.unbind(), tokens, needed, strict=True)):
+    masks = data.get("response_mask", None)
+    trains = [True] * len(tokens) if masks is None else [bool((mask != 0).any()) for mask in masks.unbind()]
+    for i, (rows, ids, is_trained) in enumerate(zip(routed_experts.unbind(), tokens, trains, strict=True)):
         if len(rows) != len(ids):
             raise LayoutError(f"MRR802: sample {i} has another number of routed_experts than of input_ids.")
-        part = token_layers.remove(rows, ids, sample=i, at_least=at_least)
-        if mode == "R3":
-            # An engine may send zeros for tokens that it did not run.
-            sent = (part[at_least:] > 0).flatten(1).any(dim=1).nonzero()
-            part[at_least + (int(sent[-1]) + 1 if sent.numel() else 0) :] = -1
-        routes.append(part)
+        at_least = len(ids) if mode == "R2" else int(is_trained)
+        routes.append(token_layers.remove(rows, ids, sample=i, at_least=at_least))
     return tokens, routes
-
-
-def _last_trained(data: Any) -> list[int] | None:
-    """Return the position of each sample's last trained token, 0 where none is; None: the batch does not say.
-
-    The mask is of the response, right after the prompt: jagged, or [B, R] padded on the right with an attention mask
-    [B, S] of which the last R positions are the response's.
-    """
-    mask, attended = data.get("response_mask", None), data.get("attention_mask", None)
-    if mask is None or (not mask.is_nested and (attended is None or attended.is_nested)):
-        return None
-    responses = mask.offsets().diff() if mask.is_nested else (attended[:, -mask.shape[1] :] != 0).sum(dim=1)
-    prompts, last = (data["input_ids"].offsets().diff() - responses).tolist(), []
-    for trained, prompt in zip(mask.unbind(), prompts):
-        at = (trained != 0).nonzero()
-        last.append(prompt + int(at[-1]) if at.numel() else 0)
-    return last
 
 
 # ---- hooks, also where verl is not imported yet: it would find this module imported already, and import it no more

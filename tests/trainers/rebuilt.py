@@ -89,31 +89,15 @@ def add_grpo_token_loss_masks_and_generation_logprobs(message_logs):
         for message in log:
             message["token_loss_mask"] = message["token_ids"] * 0
 """,
-    "nemo_rl/models/megatron/router_replay.py": """
-def set_router_replay_forward(model, routed_experts):
-    raise AssertionError("NeMo-RL's own replay is on")
-
-def set_router_replay_backward(model):
-    raise AssertionError("NeMo-RL's own replay is on")
-
-def clear_router_replay(model=None):
-    raise AssertionError("NeMo-RL's own replay is on")
-""",
     "nemo_rl/models/megatron/data.py": """
 def get_microbatch_iterator(data, cfg):
     return iter(())
 """,
     "nemo_rl/models/megatron/train.py": """
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from nemo_rl.models.megatron.router_replay import (
-    clear_router_replay, set_router_replay_backward, set_router_replay_forward
-)
 
 def megatron_forward_backward(model, run, forward_only=False, use_router_replay=False):
-    if use_router_replay:
-        set_router_replay_forward(model, None)
-        set_router_replay_backward(model)
-        clear_router_replay(model)
+    assert not use_router_replay, "NeMo-RL's own replay is on"
     return [{"loss": each} for each in run(get_forward_backward_func(), forward_only=forward_only)]
 """,
     "nemo_rl/models/policy/workers/megatron_policy_worker.py": """

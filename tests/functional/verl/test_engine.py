@@ -2,6 +2,7 @@
 
 from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ pytest.importorskip("verl", reason="verl is not installed: make test-verl")
 from megatron_router_replay.errors import PayloadError
 from megatron_router_replay.testing import ParallelSizes
 from megatron_router_replay.trainers import token_layers
-from megatron_router_replay.trainers.verl import _samples
+from megatron_router_replay.trainers.verl import _samples, _with_tokens
 from tests.functional.verl import cases
 from tests.functional.verl.batches import LENGTHS
 from tests.functional.verl.cases import FIXED, FULL, MOE, Case, r2, r3
@@ -72,28 +73,38 @@ def test_rows_that_the_engine_lost_raise_with_the_sample(workers_1):
     assert "row 7" in message  # 6 tokens of the prompt, then the second of the response
 
 
+def test_rows_are_needed_up_to_the_one_that_predicts_the_last_trained_token():
+    """Of a prompt of 5 and a response of 4 tokens, whose last is not trained."""
+
+    def num_rows(values, response_mask):
+        output = SimpleNamespace(
+            prompt_ids=[1, 2, 3, 4, 5], response_ids=[6, 7, 8, 9], response_mask=response_mask, routed_experts=values
+        )
+        return len(_with_tokens(lambda output: output, output).routed_experts)
+
+    ones = torch.ones(9, 3, 2, dtype=torch.int16)
+    zeros_at_the_end = torch.where(torch.arange(9).view(9, 1, 1) < 8, ones, 0)
+    assert [num_rows(ones[:count], [1, 1, 1, 0]) for count in (7, 8, 9)] == [7, 8, 9]
+    assert num_rows(zeros_at_the_end, [1, 1, 1, 0]) == 8
+    assert num_rows(zeros_at_the_end[:, :1] * 0, [0, 0, 0, 0]) == 1
+    with pytest.raises(
+        PayloadError, match=r"sample 0 has 9 tokens, and its routes are \[6, 3, 2\].* with 7 rows at least"
+    ):
+        num_rows(ones[:6], [1, 1, 1, 0])
+
+
 @pytest.mark.parametrize("padded", [False, True])
-def test_rows_are_needed_up_to_the_one_that_predicts_the_last_trained_token(padded):
-    """Of a prompt of 5 and a response of 4 tokens, whose last is not trained, and of 4 and 2, which trains nothing."""
+def test_a_sample_without_routes_only_fills_up_a_batch(padded):
     nested = partial(torch.nested.as_nested_tensor, layout=torch.jagged)
-    ids = [torch.arange(9), torch.arange(6)]
-    trained, attended = torch.tensor([[1, 1, 1, 0], [0, 0, 0, 0]]), torch.ones(2, 9)
-    attended[1, [0, 7, 8]] = 0
-    data = {"input_ids": nested(ids), "response_mask": nested([trained[0], trained[1, :2]])}
-    if padded:
-        data |= {"response_mask": trained, "attention_mask": attended}
-
-    def samples(*counts):
-        values = [torch.zeros(len(part), 5, 2, dtype=torch.int16) for part in ids]
-        for part, rows, count in zip(ids, values, counts):
-            if count:
-                rows[:count] = token_layers.add(torch.ones(count, 3, 2, dtype=torch.int16), part, sample=0)
-        return _samples(data, ids, nested(values), "R3")[1]
-
-    assert [int((part > 0).all(2).all(1).sum()) for part in samples(7, 0)] == [7, 0]
-    assert [int((part > 0).all(2).all(1).sum()) for part in samples(8, 2)] == [8, 2]
-    with pytest.raises(PayloadError, match="sample 0 has routes of its first 6 of 9 tokens, and row 6 is needed"):
-        samples(6, 0)
+    ids, masks = [torch.arange(9), torch.arange(6)], [torch.tensor([1, 1, 0]), torch.tensor([0, 0])]
+    mask = torch.nn.utils.rnn.pad_sequence(masks, batch_first=True) if padded else nested(masks)
+    values = [torch.zeros(len(part), 5, 2, dtype=torch.int16) for part in ids]
+    data = {"input_ids": nested(ids), "response_mask": mask}
+    with pytest.raises(PayloadError, match="sample 0 has routes of its first 0 of 9 tokens, and row 0 is needed"):
+        _samples(data, nested(values), "R3")
+    values[0][:7] = token_layers.add(torch.ones(7, 3, 2, dtype=torch.int16), ids[0], sample=0)
+    _, routes = _samples(data, nested(values), "R3")
+    assert [int((part > 0).all(2).all(1).sum()) for part in routes] == [7, 0]
 
 
 def test_zeros_that_nothing_trained_can_see_are_live(workers_1):
