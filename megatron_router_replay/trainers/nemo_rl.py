@@ -36,7 +36,7 @@ SEAMS = (DRIVER, BATCH, PASS)
 
 
 _newest: dict[str, Any] = {}
-"""The batch whose micro-batches run next."""
+"""The newest batch that was cut into micro-batches; the next pass runs them."""
 
 
 def install(**options: Any) -> None:

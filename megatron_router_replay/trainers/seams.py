@@ -124,7 +124,7 @@ def _replace(module: ModuleType, *, seam: Seam, around: Callable[..., Any] | Non
 
 # ---- modules that are not imported yet
 class _WhenImported(MetaPathFinder):
-    """First of the finders: the others find a module, and the calls that wait for it are made once it has run."""
+    """First of the finders: it adds calls to the loading of a module that a later finder finds."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, list[Callable[[ModuleType], Any]]] = {}

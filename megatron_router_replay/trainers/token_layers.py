@@ -72,15 +72,11 @@ def remove(values: Tensor, ids: Tensor, *, sample: int, at_least: int = 1) -> Te
         )
     # A sample's rows come first, and the last of them is marked; then a trainer fills.
     num_rows, ends = int(is_own.sum()), is_end.nonzero().flatten().tolist()
-    if not bool(is_own[:num_rows].all()) or ends != [num_rows - 1] * bool(num_rows):
+    is_complete = bool(is_own[:num_rows].all()) and ends == [num_rows - 1] * bool(num_rows)
+    if not is_complete or num_rows < at_least:
         raise PayloadError(
             f"MRR802: sample {sample}: rows of routes were lost on their way: {num_rows} of {len(ids)} positions have one, "
-            f"and the last row of the sample is {f'at position {ends[0]}' if ends else 'missing'}."
-        )
-    if num_rows < at_least:
-        raise PayloadError(
-            f"MRR802: sample {sample} has routes of its first {num_rows} of {len(ids)} tokens, and row {at_least - 1} is "
-            "needed."
+            f"{at_least} are needed, and the last row of the sample is {f'at position {ends[0]}' if ends else 'missing'}."
         )
     routes[num_rows:] = -1
     return routes

@@ -242,7 +242,7 @@ def _samples(data: Any, routed_experts: Any, mode: str) -> tuple[list[Tensor], l
 
 # ---- hooks, also where verl is not imported yet: it would find this module imported already, and import it no more
 def _hook_or_warn(seam: Seam, around: Callable[..., Any], loss: str) -> None:
-    """Hook a seam; if it moved, warn of the loss. verl goes on, because whether it replays is not known here."""
+    """Hook a seam; if it moved, warn of the loss and raise nothing, because whether verl replays is not known here."""
 
     def then(module: Any) -> None:
         try:
@@ -255,4 +255,4 @@ def _hook_or_warn(seam: Seam, around: Callable[..., Any], loss: str) -> None:
 
 _hook_or_warn(INIT, _construct, "With router_replay.mode R2 or R3 verl's own replay would run, not this package's.")
 _hook_or_warn(AGENT_LOOP, _run_agent_loop, "Without this hook, R3 raises MRR802 in verl's engine.")
-_hook_or_warn(BALANCE, _count_balance, "verl's rollout/moe/* metrics would count token ids as experts.")
+_hook_or_warn(BALANCE, _count_balance, "If verl has rollout/moe/* metrics, they count token ids as experts.")

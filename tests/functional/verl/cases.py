@@ -242,6 +242,21 @@ def r2(case: Case) -> tuple[Counter[str], Counter[str]]:
     return recording, counts
 
 
+def r2_of_a_sample_that_ends_in_a_padding_token(case: Case) -> list[float]:
+    """Record and replay it; return the share of replayed tokens."""
+    engine = case.engine(OurEngine, "R2")
+    padded = make_batch(0).padded
+    del padded["routed_experts"]
+    last = int(padded["response_mask"][1].sum()) - 1
+    padded["responses"][1, last] = padded["input_ids"][1, padded["prompts"].shape[1] + last] = 0
+    data = as_verl(padded, enable_routing_replay=True, **case.batching)
+    output = step(engine, data, forward_only=True)["output"]
+    data = as_verl(padded, enable_routing_replay=True, **case.batching)
+    data["routed_experts"] = output["model_output"]["routed_experts"]
+    share: list[float] = step(engine, data)["output"]["metrics"]["router_replay/replayed_share"]
+    return share
+
+
 def refused(
     case: Case, mode: str, damage: Any, flags: dict[str, Any] | None = None, kind: type = OurEngine
 ) -> tuple[str, str]:

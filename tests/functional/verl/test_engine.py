@@ -66,6 +66,11 @@ def test_r2_is_exact_in_verls_engine_with_regrouped_micro_batches(name, on_ranks
         check_counts(case, counts, replayed=TOKENS, live=0)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_r2_of_a_sample_that_ends_in_a_padding_token(padded, workers_1):
+    assert workers_1.run(cases.r2_of_a_sample_that_ends_in_a_padding_token, Case(padded=padded)) == [[1.0]]
+
+
 def test_rows_that_the_engine_lost_raise_with_the_sample(workers_1):
     ((kind, message),) = workers_1.run(cases.refused, Case(), "R3", cases.lose_rows)
     assert kind == "TraceError"
@@ -100,7 +105,9 @@ def test_a_sample_without_routes_only_fills_up_a_batch(padded):
     mask = torch.nn.utils.rnn.pad_sequence(masks, batch_first=True) if padded else nested(masks)
     values = [torch.zeros(len(part), 5, 2, dtype=torch.int16) for part in ids]
     data = {"input_ids": nested(ids), "response_mask": mask}
-    with pytest.raises(PayloadError, match="sample 0 has routes of its first 0 of 9 tokens, and row 0 is needed"):
+    with pytest.raises(
+        PayloadError, match="sample 0: rows of routes were lost on their way: 0 of 9 positions have one, 1 are needed"
+    ):
         _samples(data, nested(values), "R3")
     values[0][:7] = token_layers.add(torch.ones(7, 3, 2, dtype=torch.int16), ids[0], sample=0)
     _, routes = _samples(data, nested(values), "R3")
