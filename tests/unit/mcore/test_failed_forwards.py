@@ -73,15 +73,16 @@ class Model:
             raise self.error("injected")
 
 
-# Only a forward that returned is a success. Where its call fails: in front of the last router, and behind it.
-PLACES = ["a hook in front of the outer", "the front of the middle wrapper", "a hook in front of the chunk"]
-PLACES += ["layer 0", "layer 1", "layer 2", "the output layer", "the middle wrapper", "the outer wrapper"]
-PLACES += [f"an earlier hook of the {name}" for name in MODULES] + [f"a later hook of the {name}" for name in MODULES]
+# Only a forward that returned is a success. Where its call fails: before the chunk begins its micro-batch, and then.
+EARLY = ["a hook in front of the outer", "the front of the middle wrapper", "a hook in front of the chunk"]
+BEGUN = ["layer 0", "layer 1", "layer 2", "the output layer", "the middle wrapper", "the outer wrapper"]
+BEGUN += [f"an earlier hook of the {name}" for name in MODULES] + [f"a later hook of the {name}" for name in MODULES]
+FAILURES = [(where, ArithmeticError) for where in EARLY + BEGUN]
+FAILURES += [(where, error) for where in BEGUN for error in (KeyboardInterrupt, CancelledError)]
 
 
 @pytest.mark.parametrize("calls", ["the outermost", "the innermost that fails"])
-@pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt, CancelledError])
-@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize(("where", "error"), FAILURES)
 @pytest.mark.parametrize("rows", ["queued ahead", "queued again", "skipped", "followed", "recorded"])
 def test_a_forward_that_failed_is_repeated_exactly_or_raises(rows, where, error, calls):
     failing = Model(where, error)
