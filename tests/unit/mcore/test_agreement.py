@@ -285,24 +285,33 @@ def test_a_top_1_router_with_a_hot_expert_is_legal(hot_share):
         assert found(asks) == ("", False)
 
 
+def judged_and_low(ranks, live, used, **options):
+    """Return how many samples are judged and low, of one sample that so many ranks have a part each of."""
+    asks = [asking(rank=rank, sharing=(0, ranks, 0), **options) for rank in range(ranks)]
+    for each, *parts in zip(asks, live.chunk(ranks), used.chunk(ranks)):
+        assert each.numbers()["low"] == [0, 0, 0]
+        ask(each, *parts)
+    group = agreement._add_up_ranks([each.numbers() for each in asks], 0.25)
+    return group.judged, group.low
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("rows", "judged"), [(31, 0), (32, 1)])
-def test_a_sample_of_fewer_than_32_rows_is_not_judged(rows, judged):
+def test_a_sample_of_fewer_than_32_rows_is_not_judged(rows, judged, ranks):
     live, used = routes(rows, experts=64, topk=8)
+    assert judged_and_low(ranks, live, one_late(live, used), experts=64, topk=8) == (judged, judged)
     asks = asking(experts=64, topk=8)
-    assert asks.numbers()["low"] == [0, 0, 0]
     ask(asks, live, one_late(live, used))
-    assert asks.numbers()["low"][:2] == [judged, judged]
     assert asks.report().samples_not_judged == 1 - judged
     ask(asks, live[:, :1] * 0, live[:, :1] * 0, layer=2)
     assert asks.report().samples_not_judged == 1 - judged, "one layer is enough"
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize(("experts", "low"), [(5, 0), (6, 1)])
-def test_a_block_of_few_different_routes_is_not_judged(experts, low):
+def test_a_block_of_few_different_routes_is_not_judged(experts, low, ranks):
     live = torch.arange(96).unsqueeze(1) % experts  # eight decisions of each count
-    asks = asking(topk=1)
-    ask(asks, live, (live + 1) % experts)
-    assert asks.numbers()["low"][:2] == [low, low]
+    assert judged_and_low(ranks, live, (live + 1) % experts, topk=1) == (low, low)
 
 
 # ---- ranks
