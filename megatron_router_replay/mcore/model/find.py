@@ -194,20 +194,20 @@ def find_routers(chunk: nn.Module, walked: Walk | None = None) -> list[FoundRout
                 dispatchers.setdefault(id(router), []).extend(filter(is_dispatcher, vars(module).values()))
     found = []
     for key, router in routers.items():
-        path, _, mtp_layer, is_graphed = places.get(key, Placed("?", router))
+        place = places.get(key, Placed("?", router))
         number = getattr(router, "layer_number", None)
-        if mtp_layer is not None:
-            number = num_decoder_layers(model) + _number_in_mtp_block(mtp_layer, router)
+        if place.mtp_layer is not None:
+            number = num_decoder_layers(model) + _number_in_mtp_block(place.mtp_layer, router)
         if number is None:
-            raise LayoutError(f"MRR401: router {path!r} ({type(router).__name__}) has no layer_number.")
+            raise LayoutError(f"MRR401: router {place.path!r} ({type(router).__name__}) has no layer_number.")
         found.append(
             FoundRouter(
-                name=path,
+                name=place.path,
                 router=router,
                 layer_number=number,
-                is_mtp=mtp_layer is not None,
+                is_mtp=place.mtp_layer is not None,
                 dispatchers=tuple(dispatchers.get(key, ())),
-                is_graphed=is_graphed,
+                is_graphed=place.is_graphed,
             )
         )
     found.sort(key=lambda router: router.layer_number)
