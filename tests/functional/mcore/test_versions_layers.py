@@ -123,4 +123,3 @@ def test_every_way_of_scoring_is_bit_identical_to_the_run_without_a_session(scor
     for kept in (trace, trace.without_routes(torch.arange(64) % 2 == 1)):
         with mrr.replay(chunk, kept) as session:
             assert all(map(torch.equal, without, _run(chunk, around, lambda: session.microbatch(rows, chunk))))
-
