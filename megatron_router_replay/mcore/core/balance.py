@@ -16,6 +16,7 @@ from typing import Any, Literal
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_router_replay.errors import TraceError, UnsupportedRouterError
+from megatron_router_replay.mcore.core.call import current
 
 Balance = Literal["megatron", "off"]
 _METHODS = ("_apply_expert_bias", "is_aux_loss_enabled")
@@ -37,18 +38,15 @@ def check_can_be_off(router: Any) -> None:
             )
 
 
-def install(thread: Any) -> None:
+def install() -> None:
     """Wrap both methods where they are not wrapped.
 
-    Sessions with `balance="off"` call it when they start.
-
-    Args:
-        thread: its `call` is the RoutingCall that runs in this thread; None: Megatron-Core's own code runs.
+    Sessions with `balance="off"` call it when they start, because each call of a router pays for it.
     """
     for name in _METHODS:
         original = getattr(TopKRouter, name)
         if not hasattr(original, "is_hook"):
-            setattr(TopKRouter, name, _unless_off(original, thread))
+            setattr(TopKRouter, name, _unless_off(original))
 
 
 def replaced() -> list[str]:
@@ -56,10 +54,9 @@ def replaced() -> list[str]:
     return [f"TopKRouter.{name}" for name in _METHODS if not hasattr(getattr(TopKRouter, name), "is_hook")]
 
 
-def _unless_off(original: Any, thread: Any) -> Any:
+def _unless_off(original: Any) -> Any:
     def balance(router: Any, *args: Any, **kwargs: Any) -> Any:
-        call = thread.call
-        if call is not None and call.counter.balance_off:
+        if current.call is not None and current.call.counter.balance_off:
             return False  # no auxiliary loss is enabled; the expert bias returns nothing that is used
         return original(router, *args, **kwargs)
 

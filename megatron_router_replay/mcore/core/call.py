@@ -6,6 +6,7 @@ RouterReplay   Megatron-Core calls its `get_replay_topk`, which returns what a n
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -21,7 +22,7 @@ from megatron_router_replay.mcore.model.upstream import REPLAY_METHOD, TOPK_ORDE
 
 
 class ExpertSource(Protocol):
-    """Chooses the experts of a forward: a session, or a RouterReplay with an action."""
+    """Chooses the experts of a forward: for a session, or a RouterReplay with an action."""
 
     def _experts(self, call: RoutingCall, request: TopKRequest) -> Tensor | None:
         """Return the experts that a call uses, [num_tokens, topk] integers; None: the router's own live top-k."""
@@ -35,6 +36,12 @@ class RoutingSource(ExpertSource, Protocol):
 
     kind: str
     _takes_microbatches: bool
+
+    def begin(self, session: Any) -> None:
+        """Begin with a session that has registered it for its routers."""
+
+    def end(self) -> None:
+        """Take off all that `begin` put on the model."""
 
     def _session(self) -> Any:
         """Return the session; None once no variable refers to it. A freeze then lasts until its model is freed."""
@@ -109,26 +116,6 @@ class TopKRequest(NamedTuple):
         indices: Tensor = chosen[1]
         return indices
 
-    def ids(self, used: Tensor, router: Any) -> Tensor:
-        """Return experts as Megatron-Core takes them, [num_tokens, topk] int64.
-
-        Args:
-            used: any integer dtype.
-            router: for messages.
-
-        Raises:
-            ReplayStateError: their shape is not [num_tokens, topk].
-        """
-        # Without this check, Megatron-Core would use routes of one row for all tokens. With fewer rows than tokens, the last
-        # tokens would get no experts.
-        num_tokens = self.scores.shape[0]
-        if used.shape != (num_tokens, self.topk):
-            raise ReplayStateError(
-                f"MRR201: {tape.layer_of(router)} routes {num_tokens} tokens to {self.topk} experts each, its routes are "
-                f"{list(used.shape)}: give one row per token, in the router's order (s-major, this rank's tokens)."
-            )
-        return used.to(device=self.scores.device, dtype=torch.int64)
-
 
 @dataclass(slots=True, eq=False)
 class RoutingCall:
@@ -192,7 +179,14 @@ class RoutingCall:
                 used = self.source._experts(self, request)
                 if used is None:
                     values, used = request.live_topk()
-            self.used = request.ids(used, self.router)
+            # Without this check, Megatron-Core would use routes of one row for all tokens. With fewer rows than tokens, the
+            # last tokens would get no experts.
+            if used.shape != (len(scores), topk):
+                raise ReplayStateError(
+                    f"MRR201: {tape.layer_of(self.router)} routes {len(scores)} tokens to {topk} experts each, its routes "
+                    f"are {list(used.shape)}: give one row per token, in the router's order (s-major, this rank's tokens)."
+                )
+            self.used = used.to(device=scores.device, dtype=torch.int64)
             if TOPK_ORDER_FOLLOWS_GRAD and torch.is_grad_enabled():
                 # Above two columns alone: a + b equals b + a exactly.
                 if topk > 2 and values is None and self._order_matters(request):
@@ -231,6 +225,15 @@ class RoutingCall:
 
 
 setattr(RoutingCall, REPLAY_METHOD, RoutingCall.get_replay_topk)
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.call: RoutingCall | None = None
+
+
+current = _Thread()
+"""Its `call` is that of the router that runs in this thread; None: Megatron-Core's own code runs."""
 
 
 def count_wrong(counter: RouterCounts, used: Tensor, routing_map: Tensor) -> None:

@@ -19,7 +19,7 @@ from weakref import ReferenceType
 from megatron.core.tensor_parallel import random as megatron_checkpoints
 from torch.utils import checkpoint as torch_checkpoints
 
-from megatron_router_replay.mcore.core.tape import CheckpointTape
+from megatron_router_replay.mcore.core.tape import CheckpointTape, Run
 from megatron_router_replay.mcore.model.upstream import check_names
 
 _TAPE = "router_replay_tape"
@@ -65,7 +65,7 @@ def _wrap_reentrant(module: Any, name: str) -> None:
         is_first = True
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with tape.forward() if is_first else tape.recompute():
+            with Run(tape, reads=not is_first):
                 return run_function(*args, **kwargs)
 
         try:
@@ -92,12 +92,11 @@ def _taped_hook(hook: Any, reads: bool) -> Any:
             # torch gives a recompute a weak reference to its frame, Transformer Engine the frame.
             if isinstance(frame, ReferenceType):
                 frame = frame()
-            if reads:
-                # A frame from before `install` has no tape: routers raise where they find nothing on this one.
-                self._run = (getattr(frame, _TAPE, None) or CheckpointTape()).recompute()
-            else:
-                setattr(frame, _TAPE, CheckpointTape())
-                self._run = getattr(frame, _TAPE).forward()
+            # A frame from before `install` has no tape: routers raise where they find nothing on a new one.
+            tape = (getattr(frame, _TAPE, None) if reads else None) or CheckpointTape()
+            if not reads:
+                setattr(frame, _TAPE, tape)
+            self._run = Run(tape, reads=reads)
 
         def __enter__(self) -> Any:
             entered = super().__enter__()

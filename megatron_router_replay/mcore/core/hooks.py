@@ -23,10 +23,8 @@ Source: Megatron-Core 0.16.1 to 0.19.2, router.TopKRouter.routing and moe_utils.
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -37,8 +35,8 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError
-from megatron_router_replay.mcore.core import balance, checkpoints, dispatch, tape
-from megatron_router_replay.mcore.core.call import RoutingCall, RoutingSource, count_wrong
+from megatron_router_replay.mcore.core import checkpoints, dispatch, tape
+from megatron_router_replay.mcore.core.call import RoutingCall, RoutingSource, count_wrong, current
 from megatron_router_replay.mcore.core.tape import Entry
 from megatron_router_replay.mcore.model.upstream import (
     INFERENCE_ROUTERS,
@@ -49,26 +47,11 @@ from megatron_router_replay.mcore.model.upstream import (
     inference_refusals,
 )
 
+_sources: WeakKeyDictionary[Any, list[RoutingSource]] = WeakKeyDictionary()
+"""Every router that was ever registered, until `forget` -> its sources, the innermost last.
 
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.call: RoutingCall | None = None  # of the router's call that runs
-
-
-@dataclass(slots=True, eq=False)
-class Registration:
-    """The sources of a router. It outlives them, because a graph of an ended session may still recompute.
-
-    Args:
-        sources: the innermost last.
-    """
-
-    sources: list[RoutingSource] = field(default_factory=list)
-
-
-_thread = _Thread()
-_registrations: WeakKeyDictionary[Any, Registration] = WeakKeyDictionary()
-"""Every router that was ever registered, until `forget`."""
+It outlives the sources, because a graph of an ended session may still recompute.
+"""
 
 active: WeakSet[Any] = WeakSet()
 """RouterReplay objects with an action; while there are any, or registered routers, the hooks must be in place."""
@@ -89,38 +72,37 @@ def register(router: Any, source: RoutingSource, dispatchers: Iterable[Any] = ()
     Args:
         dispatchers: token dispatchers that get what leaves the router.
     """
-    _registrations.setdefault(router, Registration()).sources.append(source)
+    _sources.setdefault(router, []).append(source)
     dispatch.held_routers.add(router)
     dispatch.check_dispatchers(router, dispatchers)
 
 
 def unregister(router: Any, source: RoutingSource) -> None:
-    """Remove a source. The registration stays, so that no backward repeats its calls live."""
-    registration = _registrations.get(router)
-    if registration is not None:
-        registration.sources = [each for each in registration.sources if each is not source]
-        if not registration.sources:
-            dispatch.held_routers.discard(router)
+    """Remove a source. The router stays known, so that no backward repeats its calls live."""
+    sources = _sources.get(router, [])
+    sources[:] = [each for each in sources if each is not source]
+    if not sources:
+        dispatch.held_routers.discard(router)
 
 
 def forget() -> None:
     """Forget the routers without a session: a backward without a tape runs them live again."""
     for replay in set(once_active) - set(active):
         once_active.discard(replay)
-    for router in [router for router, registration in _registrations.items() if not registration.sources]:
-        del _registrations[router]
+    for router in [router for router, sources in _sources.items() if not sources]:
+        del _sources[router]
 
 
 def sources_of(router: Any) -> list[RoutingSource]:
     """Return the sources that are registered for a router, the innermost last."""
-    registration = _registrations.get(router)
-    return list(registration.sources) if registration else []
+    return list(_sources.get(router, ()))
 
 
-def routing_call(router: Any, registration: Registration, shape: torch.Size) -> tuple[RoutingCall | None, bool]:
+def routing_call(router: Any, sources: Sequence[RoutingSource], shape: torch.Size) -> tuple[RoutingCall | None, bool]:
     """Return the state of a router's call, from the first line above that applies.
 
     Args:
+        sources: of the router, the innermost last.
         shape: of its tokens, [s, b].
 
     Returns:
@@ -130,7 +112,6 @@ def routing_call(router: Any, registration: Registration, shape: torch.Size) -> 
         ReplayStateError: it repeats a forward without a tape, or a forward without a session.
     """
     run, repeats, is_written = tape.checkpoint_state()
-    sources = registration.sources
     if sources or run is not None:
         check_runs_python(router)  # a recompute that is traced would keep the entry of this one
     if run is not None:
@@ -205,11 +186,12 @@ def check_runs_python(caller: Any) -> None:
     Raises:
         ReplayStateError: a CUDA graph is captured; make_fx, torch.export or torch.jit.trace traces; compiled autograd is on.
     """
+    reason = ""
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")  # slow to import; loaded wherever it traces
     if compiled is not None and compiled.in_compiled_autograd_region:
-        raise ReplayStateError(
-            f"MRR416: {_name(caller)}: recomputes look like forwards under compiled autograd: turn it off "
-            "(torch._dynamo.config.compiled_autograd = False)."
+        reason = (
+            ": recomputes look like forwards under compiled autograd: turn it off "
+            "(torch._dynamo.config.compiled_autograd = False)"
         )
     is_captured = torch._C._is_tracing() or (
         torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
@@ -219,14 +201,10 @@ def check_runs_python(caller: Any) -> None:
         proxy_tensor = sys.modules.get("torch.fx.experimental.proxy_tensor")
         is_captured |= proxy_tensor is not None and proxy_tensor.get_proxy_mode() is not None
     if is_captured:
-        raise ReplayStateError(
-            f"MRR416: {_name(caller)} is captured into a graph, which would repeat the routes of the capture. Leave routers "
-            "out of graphs."
-        )
-
-
-def _name(caller: Any) -> str:
-    return caller if isinstance(caller, str) else tape.layer_of(caller)
+        reason = " is captured into a graph, which would repeat the routes of the capture. Leave routers out of graphs"
+    if reason:
+        name = caller if isinstance(caller, str) else tape.layer_of(caller)
+        raise ReplayStateError(f"MRR416: {name}{reason}.")
 
 
 # ---- the hooks themselves
@@ -247,11 +225,6 @@ def install() -> None:
     if not is_hook(topk):
         setattr(router_module, TOPK_FUNCTION, _topk_hook(topk))
     tape.before_run = lambda: check_installed() if dispatch.held_routers or active else None
-
-
-def install_balance() -> None:
-    """Let `balance="off"` leave calls out. It is installed when a session needs it first, because each call pays for it."""
-    balance.install(_thread)
 
 
 def check_installed() -> None:
@@ -277,19 +250,18 @@ def check_installed() -> None:
 def _routing_hook(original: Any) -> Any:
     @_disable_dynamo
     def routing(self: Any, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        registration = _registrations.get(self)
-        if registration is None:
+        sources = _sources.get(self)
+        if sources is not None:
+            # The call before entered no dispatcher, if it was a recompute of the router alone, or failed after the routing.
+            dispatch.thread.left.pop(self, None)
+        if sources is None or (not sources and _is_left_to(getattr(self, REPLAY_ARGUMENT, None))):
             return _pass_on(original, self, logits, *args, **kwargs)
-        # The call before entered no dispatcher, if it was a recompute of the router alone, or failed after the routing.
-        dispatch.thread.left.pop(self, None)
-        if not registration.sources and _is_left_to(getattr(self, REPLAY_ARGUMENT, None)):
-            return _pass_on(original, self, logits, *args, **kwargs)
-        call, is_written = routing_call(self, registration, logits.shape[:-1])
-        outer, _thread.call = _thread.call, call
+        call, is_written = routing_call(self, sources, logits.shape[:-1])
+        outer, current.call = current.call, call
         try:
             probs, routing_map = original(self, logits, *args, **kwargs)
         finally:
-            _thread.call = outer
+            current.call = outer
         if call is not None:
             if call.used is None:
                 raise ReplayStateError(
@@ -306,7 +278,7 @@ def _routing_hook(original: Any) -> Any:
         if call is not None and call.source is not None:
             call.counter.add(forwards=1)
             call.source._on_routed(call)
-        if registration.sources or call is not None:
+        if sources or call is not None:
             # Inline, because every call of every router would pay for a function. An inference tensor has no version.
             try:
                 versions = [each.clone() if each.is_inference() else each._version for each in (routing_map, probs)]
@@ -358,7 +330,7 @@ def _pass_on(original: Any, router: Any, logits: Tensor, *args: Any, **kwargs: A
 
 def _topk_hook(original: Any) -> Any:
     def topk_routing_with_score_function(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        call = _thread.call
+        call = current.call
         if call is not None:
             # The fused function does not call `get_replay_topk`.
             kwargs[REPLAY_ARGUMENT], kwargs["fused"] = call, False

@@ -11,7 +11,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from megatron.core.transformer.moe import router_replay as upstream
@@ -68,12 +68,18 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
 
     @router_replay_action.setter
     def router_replay_action(self, action: Any) -> None:
-        action = as_action(action)
-        if action is not None:
+        if action is None:
+            hooks.active.discard(self)
+        else:
+            # By value: a trainer may have an enum of its own with the same members.
+            known = {member.value: member for member in RouterReplayAction}
+            if getattr(action, "value", None) not in known:
+                raise ReplayStateError(f"MRR101: {action!r} is no RouterReplayAction.")
+            action = known[action.value]
             hooks.install()
             hooks.check_installed()
             hooks.once_active.add(self)
-        (hooks.active.discard if action is None else hooks.active.add)(self)
+            hooks.active.add(self)
         self._action = action
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -185,7 +191,11 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
             hooks.check_runs_python("a recompute" if action is None else f"a RouterReplay under {action.name}")
         entry: Entry | None = None
         if run is not None:
-            entry = self._next_entry(run)
+            entry = run.next(self)
+            if action == RouterReplayAction.REPLAY_BACKWARD and self.replay_backward_list:
+                self.replay_backward_list.pop(0)
+            if entry.topk_indices is None and action in _REPLAYS:
+                raise ReplayStateError(f"MRR412: {action.name} in a recompute, but its forward ran without an action.")
         elif repeats and self in hooks.once_active and action != RouterReplayAction.REPLAY_BACKWARD:
             # Also without an action: the forward may have run under one that was cleared since.
             raise ReplayStateError(
@@ -218,11 +228,27 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
 
     def _experts(self, call: RoutingCall, request: TopKRequest) -> Tensor | None:
         """Return the target of a forward, None under RECORD; see `ExpertSource`."""
-        num_experts = request.scores.shape[1]
+        num_experts, buffer = request.scores.shape[1], self.static_buffer
         if self._action == RouterReplayAction.RECORD:
-            self._check_holds(num_experts)
+            if buffer is not None and torch.iinfo(buffer.dtype).max < num_experts - 1:
+                raise ReplayStateError(
+                    f"MRR417: a static buffer of {buffer.dtype} is too narrow for the ids of {num_experts} experts: they "
+                    "would wrap around. Make it int16 or wider."
+                )
             return None
-        target = self._next_target(num_experts)
+        target: Any = self.target_topk_idx
+        if self._action == RouterReplayAction.REPLAY_BACKWARD:
+            target = self.replay_backward_list.pop(0) if self.replay_backward_list else None
+        if target is None:
+            raise ReplayStateError(
+                f"MRR417: {self._action.name} without a target: call set_target_indices or RouterReplay.set_replay_data "
+                "before each forward. REPLAY_BACKWARD takes the targets in the order of the forwards, each once."
+            )
+        if not hasattr(target, _CHECKED) or getattr(target, _CHECKED) != target._version:
+            ((target, _),) = as_targets([target])  # assigned by hand, or written to since
+        # On a GPU looking would wait for the device; there the gather asserts that each id is an expert's.
+        if not target.is_cuda and target.numel() and not 0 <= int(target.min()) <= int(target.max()) < num_experts:
+            raise TraceError(f"MRR103: a replay target names expert {int(target.max())} of {num_experts} experts.")
         used = to_device(target, request.scores.device)
         # A driver may write its next micro-batch into the target; the tape keeps the experts of this one.
         return used.clone() if call.is_written and used is target else used
@@ -233,58 +259,6 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
             assert call.used is not None, "it was requested"
             with tape.hidden_from_selective_checkpoint():  # its recompute records nothing
                 self.record_indices(call.used)
-
-    def _next_entry(self, run: tape.Run) -> Entry:
-        """Return the entry that this recompute repeats."""
-        entry = run.next(self)
-        if self._action == RouterReplayAction.REPLAY_BACKWARD and self.replay_backward_list:
-            self.replay_backward_list.pop(0)
-        if entry.topk_indices is None and self._action in _REPLAYS:
-            raise ReplayStateError(
-                f"MRR412: {self._action.name} in a recompute, but its forward ran without an action."
-            )
-        return entry
-
-    def _next_target(self, num_experts: int) -> Tensor:
-        if self._action == RouterReplayAction.REPLAY_BACKWARD:
-            if not self.replay_backward_list:
-                raise ReplayStateError(
-                    "MRR417: REPLAY_BACKWARD with an empty replay_backward_list: every recompute needs one "
-                    "set_target_indices, in the order of the forwards."
-                )
-            target = self.replay_backward_list.pop(0)
-        else:
-            target = self.target_topk_idx
-            if target is None:
-                raise ReplayStateError(
-                    "MRR417: REPLAY_FORWARD without a target: call set_target_indices or RouterReplay.set_replay_data first."
-                )
-        if not hasattr(target, _CHECKED) or getattr(target, _CHECKED) != target._version:
-            ((target, _),) = as_targets([target])  # assigned by hand, or written to since
-        # On a GPU looking would wait for the device; there the gather asserts that each id is an expert's.
-        if not target.is_cuda and target.numel() and not 0 <= int(target.min()) <= int(target.max()) < num_experts:
-            raise TraceError(f"MRR103: a replay target names expert {int(target.max())} of {num_experts} experts.")
-        return cast(Tensor, target)
-
-    def _check_holds(self, num_experts: int) -> None:
-        if self.static_buffer is not None and torch.iinfo(self.static_buffer.dtype).max < num_experts - 1:
-            raise ReplayStateError(
-                f"MRR417: a static buffer of {self.static_buffer.dtype} is too narrow for the ids of {num_experts} experts: "
-                "they would wrap around. Make it int16 or wider."
-            )
-
-
-def as_action(action: Any) -> Any:
-    """Return the RouterReplayAction of the same value; None stays None.
-
-    Raises:
-        ReplayStateError: there is none.
-    """
-    # By value: a trainer may have an enum of its own with the same members.
-    known = {member.value: member for member in RouterReplayAction}
-    if action is not None and getattr(action, "value", None) not in known:
-        raise ReplayStateError(f"MRR101: {action!r} is no RouterReplayAction.")
-    return None if action is None else known[action.value]
 
 
 setattr(RouterReplay, REPLAY_METHOD, RouterReplay.get_replay_topk)
@@ -319,14 +293,10 @@ def as_targets(targets: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
             )
         for position, second in zip(positions, stack):
             second_copies[position] = second
-    return [(_with_version(first), _with_version(second)) for first, second in zip(copies, second_copies)]
-
-
-def _with_version(target: Tensor) -> Tensor:
-    """Note a checked target's version on it; an inference tensor has none, and is checked at each use."""
-    if not target.is_inference():
-        setattr(target, _CHECKED, target._version)
-    return target
+    for target in (*copies, *second_copies):
+        if not target.is_inference():  # which has no version, and is checked at each use
+            setattr(target, _CHECKED, target._version)
+    return list(zip(copies, second_copies))
 
 
 def _copied(topk_indices: Any) -> Tensor:

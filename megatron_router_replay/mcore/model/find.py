@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron_router_replay.errors import LayoutError, listed
@@ -32,6 +33,7 @@ class FoundRouter:
             layer, so the number is made of the MTP layer's and the position in it.
         is_mtp: it belongs to a multi-token-prediction layer.
         dispatchers: the token dispatchers of its layer; none in a custom layer that mixes the experts itself.
+        is_graphed: Megatron-Core captures the whole layer of this router into a CUDA graph.
     """
 
     name: str
@@ -39,6 +41,7 @@ class FoundRouter:
     layer_number: int
     is_mtp: bool
     dispatchers: tuple[Any, ...] = ()
+    is_graphed: bool = False
 
     def __str__(self) -> str:
         return f"{'MTP layer' if self.is_mtp else 'layer'} {self.layer_number} ({self.name})"
@@ -120,11 +123,18 @@ def check_whole_pipeline(modules: Sequence[nn.Module]) -> None:
 
 
 class Placed(NamedTuple):
-    """A module of a chunk: its path there, and the multi-token-prediction layer that it is or is in, or None."""
+    """A module of a chunk.
+
+    Args:
+        path: in the chunk.
+        mtp_layer: the multi-token-prediction layer that it is or is in; None: in none.
+        is_graphed: a layer that it is or is in is captured into a CUDA graph as a whole.
+    """
 
     path: str
     module: nn.Module
-    mtp_layer: Any
+    mtp_layer: Any = None
+    is_graphed: bool = False
 
 
 Walk = Sequence[Placed]
@@ -132,18 +142,25 @@ Walk = Sequence[Placed]
 
 
 def walk(chunk: nn.Module) -> Walk:
-    """Return every module of the innermost model, in the order of named_modules()."""
+    """Return every module of the innermost model, in the order of named_modules().
+
+    Source: Megatron-Core 0.16.1 to 0.19.2, TransformerLayer.create_mcore_cudagraph_manager: with cuda_graph_impl="local" and
+    "attn" among the captured parts, a layer that has attention and experts, as all of a GPT model, is captured as a whole.
+    """
     placed: dict[int, Placed] = {}
-    ahead: list[Placed] = [Placed("", unwrap(chunk), None)]
+    ahead: list[Placed] = [Placed("", unwrap(chunk))]
     while ahead:
-        path, module, mtp_layer = ahead.pop()
+        path, module, mtp_layer, is_graphed = ahead.pop()
         if id(module) in placed:
             continue
         if isinstance(module, MultiTokenPredictionLayer):
             mtp_layer = module
-        placed[id(module)] = Placed(path, module, mtp_layer)
+        # A TransformerBlock has a manager too, which it uses in inference alone.
+        is_graphed = is_graphed or (isinstance(module, TransformerLayer) and hasattr(module, "cudagraph_manager"))
+        placed[id(module)] = Placed(path, module, mtp_layer, is_graphed)
         inner = [
-            Placed(f"{path}.{name}" if path else name, child, mtp_layer) for name, child in module.named_children()
+            Placed(f"{path}.{name}" if path else name, child, mtp_layer, is_graphed)
+            for name, child in module.named_children()
         ]
         ahead += reversed(inner)
     return list(placed.values())
@@ -177,19 +194,20 @@ def find_routers(chunk: nn.Module, walked: Walk | None = None) -> list[FoundRout
                 dispatchers.setdefault(id(router), []).extend(filter(is_dispatcher, vars(module).values()))
     found = []
     for key, router in routers.items():
-        path, _, mtp_layer = places.get(key, ("?", None, None))
+        place = places.get(key, Placed("?", router))
         number = getattr(router, "layer_number", None)
-        if mtp_layer is not None:
-            number = num_decoder_layers(model) + _number_in_mtp_block(mtp_layer, router)
+        if place.mtp_layer is not None:
+            number = num_decoder_layers(model) + _number_in_mtp_block(place.mtp_layer, router)
         if number is None:
-            raise LayoutError(f"MRR401: router {path!r} ({type(router).__name__}) has no layer_number.")
+            raise LayoutError(f"MRR401: router {place.path!r} ({type(router).__name__}) has no layer_number.")
         found.append(
             FoundRouter(
-                name=path,
+                name=place.path,
                 router=router,
                 layer_number=number,
-                is_mtp=mtp_layer is not None,
+                is_mtp=place.mtp_layer is not None,
                 dispatchers=tuple(dispatchers.get(key, ())),
+                is_graphed=place.is_graphed,
             )
         )
     found.sort(key=lambda router: router.layer_number)

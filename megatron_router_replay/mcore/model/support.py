@@ -71,6 +71,10 @@ def refusals_of(routers: Sequence[FoundRouter]) -> list[list[str]]:
     reasons = [refusals(found.router) for found in routers]
     for found, of_router in zip(routers, reasons):
         # In this order, because more reasons for a router that is refused anyway would hide the cause.
+        if not of_router and found.is_graphed:
+            of_router.append(
+                _captured(found.router.config, "the whole layer ('transformer_engine' captures attention alone)")
+            )
         if not of_router and found.is_mtp:
             of_router += mtp_refusals(found.router.config)
         if not of_router:
@@ -139,7 +143,7 @@ def find_indexers(walks: Sequence[Walk]) -> list[str]:
     names = []
     for walked in walks:
         paths = set()
-        for path, module, mtp_layer in walked:
+        for path, module, mtp_layer, _ in walked:
             # By name, because importing `dsa` takes seconds. An indexer inside such an attention is not named again.
             is_sparse = any(kind.__name__.endswith(("DSAttention", "Indexer")) for kind in type(module).__mro__)
             if is_sparse and path.rpartition(".")[0] not in paths:
@@ -148,24 +152,11 @@ def find_indexers(walks: Sequence[Walk]) -> list[str]:
     return names
 
 
-def check_no_indexers(walks: Sequence[Walk]) -> None:
-    """Raise if layers attend to positions that an indexer chooses: a recompute may choose different ones.
-
-    Raises:
-        UnsupportedRouterError: names the layers.
-    """
-    names = find_indexers(walks)
-    if names:
-        raise UnsupportedRouterError(
-            f"MRR401: cannot freeze the positions of sparse attention in {listed(names)}: a recompute chooses "
-            "positions again. freeze_recompute(..., indexers=False) freezes the experts alone."
-        )
-
-
 # ---- the settings of a TransformerConfig
 def config_refusals(config: Any, router: TopKRouter) -> Iterator[str]:
     """Yield why a router of this config cannot be replayed exactly, in any version of Megatron-Core."""
-    for name in _balancing_types(config):
+    balancing = config.moe_router_load_balancing_type
+    for name in balancing if isinstance(balancing, list) else [balancing]:
         if name in ("sinkhorn", "quantile_balancing"):
             yield f"moe_router_load_balancing_type={name!r} selects experts without the top-k that is replayed"
     if config.moe_router_force_load_balancing:
@@ -185,11 +176,6 @@ def mtp_refusals(config: Any) -> Iterator[str]:
             f"mtp_use_repeated_layer=True with mtp_num_layers={depths}: this router routes {depths} times a "
             "forward, and a trace has one route for it; set mtp_use_repeated_layer=False"
         )
-
-
-def _balancing_types(config: Any) -> list[str]:
-    balancing = config.moe_router_load_balancing_type
-    return list(balancing) if isinstance(balancing, list) else [balancing]
 
 
 def _token_drop_refusals(config: Any, router: TopKRouter) -> Iterator[str]:
@@ -215,7 +201,11 @@ def _token_drop_refusals(config: Any, router: TopKRouter) -> Iterator[str]:
 def _cuda_graph_refusals(config: Any) -> Iterator[str]:
     captured = captured_by_cuda_graphs(config, {"full", "full_iteration", "moe", "moe_router", "moe_preprocess"})
     if captured:
-        yield (
-            f"cuda_graph_impl={config.cuda_graph_impl!r} with {graph_field(config)} {captured}: a captured router would "
-            "repeat the routes of the capture. Leave the router out of the graph"
-        )
+        yield _captured(config, str(captured))
+
+
+def _captured(config: Any, parts: str) -> str:
+    return (
+        f"cuda_graph_impl={config.cuda_graph_impl!r} with {graph_field(config)} captures {parts}: a captured router would "
+        "repeat the routes of the capture. Leave the router out of the graph"
+    )

@@ -104,8 +104,7 @@ class LiveAgreement:
         facts = [("least layer", f"{value:.0%}", f"layer {number}: routes of older weights, or of other rows?")]
         facts = facts if value < WARN else []
         if self.least_sample is not None and self.least_sample < WARN:
-            place = self.least_place or "the report of its own rank names it"
-            facts.append(("least sample", f"{self.least_sample:.0%}", f"{place}: routes of other tokens?"))
+            facts.append(("least sample", f"{self.least_sample:.0%}", f"{self.least_place}: routes of other tokens?"))
         return facts
 
     def __str__(self) -> str:
@@ -210,7 +209,7 @@ class Agreement:
         self._units: tuple[Any, _Units] | None = None  # of which micro-batch, and its units
         self._stream: Any = None  # which used these last
         self._calls: list[_Call] = []
-        self._read_last: Any = None  # see `_read`; None: there are more calls
+        self._numbers: dict[str, Any] | None = None  # see `numbers`; None: there are more calls
 
     def next_layer(self, chunk: Chunk) -> int:
         """Return the position of the layer that a chunk's next micro-batch compares, or ALL."""
@@ -247,7 +246,7 @@ class Agreement:
         sums = sums.view(-1, PAIRS, 4).clamp(units.low, units.high).sum(1)
         name = f"chunk {chunk.index}, micro-batch {microbatch.number}, layer {layer}, sequence "
         self._calls.append(_Call(name, (chunk.index, microbatch.number), layer, units, sums))
-        self._read_last = None
+        self._numbers = None
 
     def _begin(self, chunk: Chunk, device: torch.device) -> None:
         """Let the current stream use the tensors of the last call; make them for the first call."""
@@ -296,12 +295,12 @@ class Agreement:
         return max(self.topk, PAIR_EVIDENCE / self._sharing)
 
     # ---- the end
-    def _read(self) -> tuple[dict[str, Any], dict[tuple[int, int, int], bool]]:
-        """Return this rank's numbers, and whether each sample has a window that counts; waits for the device once."""
-        if self._read_last is None:
+    def numbers(self) -> dict[str, Any]:
+        """Return the counts that this rank publishes at the end of the session; waits for the device once."""
+        if self._numbers is None:
             numbers: dict[str, Any] = {"replica": self._replica, "layers": {}, "low": [0, 0, 0]}
             numbers |= {"least": (np.inf, ""), "parts": []}
-            samples: dict[tuple[int, int, int], bool] = {}
+            is_judged: dict[tuple[int, int, int], bool] = {}  # sample -> it has a window that counts
             tensors = [*self._layers, *(each for call in self._calls for each in (call.sums, call.units.sequence))]
             if tensors:
                 follow(self._stream, *tensors)
@@ -312,12 +311,11 @@ class Agreement:
                     numbers["layers"][layer] = Unit(evidence=evidence)
                 of_calls = iter(pieces[len(self._layers) :])
                 for call, sums, sequence in zip(self._calls, of_calls, of_calls):
-                    self._count(numbers, samples, call, sums.reshape(-1, 4), sequence.astype(np.int64))
-            self._read_last = numbers, samples
-        result: tuple[dict[str, Any], dict[tuple[int, int, int], bool]] = self._read_last
-        return result
+                    self._count(numbers, is_judged, call, sums.reshape(-1, 4), sequence.astype(np.int64))
+            self._numbers = numbers | {"samples": (len(is_judged), list(is_judged.values()).count(False))}
+        return self._numbers
 
-    def _count(self, numbers: Any, samples: Any, call: _Call, sums: Any, sequence: Any) -> None:
+    def _count(self, numbers: Any, is_judged: Any, call: _Call, sums: Any, sequence: Any) -> None:
         """Add up the windows of a call."""
         num = call.units.num_sequences
         whole, (rows, shared, missed, evidence) = sums[:num], sums[num:].T
@@ -334,28 +332,25 @@ class Agreement:
             numbers["least"] = min(numbers["least"], (float(agreement.min()), place))
         for number in np.flatnonzero(whole[:, 0]).tolist():
             key = (*call.sample, number)
-            samples[key] = samples.get(key, False) or bool(judged[number])
+            is_judged[key] = is_judged.get(key, False) or bool(judged[number])
             if self._sharing > 1 and not judged[number] and len(numbers["parts"]) < MOST_PARTS:
                 place = f"rank {self._owner} and those that share its sequences, {call.name}{number}"
                 rows, shared, missed, evidence = whole[number].round(3).tolist()
                 numbers["parts"].append((place, Unit(rows, shared, shared + missed, evidence)))
 
     def report(self) -> LiveAgreement:
-        """Return the counts so far; waits for the device."""
-        numbers, samples = self._read()
+        """Return the counts so far as a report has them; waits for the device."""
+        numbers = self.numbers()
         least, place = numbers["least"]
+        samples, not_judged = numbers["samples"]
         return LiveAgreement(
             layers=numbers["layers"],
             num_layers=self.num_layers,
             least_sample=None if least == np.inf else least,
-            least_place="" if least == np.inf else place,
-            samples=len(samples),
-            samples_not_judged=sum(not judged for judged in samples.values()),
+            least_place=place,
+            samples=samples,
+            samples_not_judged=not_judged,
         )
-
-    def numbers(self) -> dict[str, Any]:
-        """Return the counts that this rank publishes at the end of the session."""
-        return self._read()[0]
 
 
 # ---- the ranks of a session together
@@ -412,9 +407,9 @@ def judge(everyone: Sequence[Mapping[str, Any]], least: float) -> tuple[list[str
 
 
 def _add_up_ranks(ranks: Sequence[Mapping[str, Any]], least: float) -> _Group:
-    units = _add_up((int(layer), unit) for numbers in ranks for layer, unit in numbers["layers"].items())
+    units = add_up((int(layer), unit) for numbers in ranks for layer, unit in numbers["layers"].items())
     # A part that is too small on each rank may have enough evidence with those of the other ranks.
-    parts = _add_up(part for numbers in ranks for part in numbers["parts"]).items()
+    parts = add_up(part for numbers in ranks for part in numbers["parts"]).items()
     samples = [(unit, at) for at, unit in parts if unit.rows >= LEAST_ROWS and unit.evidence >= WINDOW_EVIDENCE]
     low = [unit.evidence for unit, _ in samples if unit.agreement < least]
     judged, num_low, evidence = map(sum, zip((len(samples), len(low), sum(low)), *(each["low"] for each in ranks)))
@@ -427,7 +422,7 @@ def _add_up_ranks(ranks: Sequence[Mapping[str, Any]], least: float) -> _Group:
     )
 
 
-def _add_up(units: Iterable[tuple[Any, Iterable[float]]]) -> dict[Any, Unit]:
+def add_up(units: Iterable[tuple[Any, Iterable[float]]]) -> dict[Any, Unit]:
     """Return the sums of (key, unit) by key."""
     sums: dict[Any, Unit] = {}
     for key, unit in units:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_router_replay.checks import as_integer, warn
+from megatron_router_replay.errors import UnsupportedRouterError, listed
 from megatron_router_replay.mcore.core import hooks
 from megatron_router_replay.mcore.core.balance import Balance
 from megatron_router_replay.mcore.core.call import RoutingCall, TopKRequest
 from megatron_router_replay.mcore.model.find import Models
-from megatron_router_replay.mcore.model.support import check_no_indexers
+from megatron_router_replay.mcore.model.support import find_indexers
 from megatron_router_replay.mcore.sessions.report import SessionReport
 from megatron_router_replay.mcore.sessions.routers import SessionRouters
 from megatron_router_replay.mcore.sessions.session import Session
@@ -194,7 +195,9 @@ def freeze_recompute(
         ReplayStateError: the model is under another session, or RouterReplay objects of its own have an action.
     """
     routers = SessionRouters(model_chunks, verify=verify, flips=ask_every_layer, balance=balance)
-    if indexers:
-        check_no_indexers(routers.walks)
-    session = FreezeSession(FrozenRouters.kind, routers, FrozenRouters(routers))
-    return session._start()
+    if indexers and (layers := find_indexers(routers.walks)):
+        raise UnsupportedRouterError(
+            f"MRR401: cannot freeze the positions of sparse attention in {listed(layers)}: a recompute chooses positions "
+            "again. freeze_recompute(..., indexers=False) freezes the experts alone."
+        )
+    return FreezeSession(FrozenRouters.kind, routers, FrozenRouters(routers))._start()

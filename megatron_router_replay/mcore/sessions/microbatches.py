@@ -10,12 +10,12 @@ What differs between `record` and `replay` is a `Strategy`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_router_replay.checks import warn
@@ -27,7 +27,6 @@ from megatron_router_replay.mcore.batches.queue import Microbatch
 from megatron_router_replay.mcore.batches.rows import DeferredChecks, RowInputs
 from megatron_router_replay.mcore.core import hooks, tape
 from megatron_router_replay.mcore.core.call import RoutingCall, TopKRequest
-from megatron_router_replay.mcore.core.counts import Counts
 from megatron_router_replay.mcore.core.streams import to_device
 from megatron_router_replay.mcore.model.find import FoundRouter, wrappers
 from megatron_router_replay.mcore.sessions.group_check import GroupCheck, GroupResult, Numbers
@@ -35,7 +34,7 @@ from megatron_router_replay.mcore.sessions.report import SessionReport
 from megatron_router_replay.mcore.sessions.routers import SessionRouters
 
 
-class Strategy(Protocol):
+class Strategy(ABC):
     """Turn rows into micro-batches, and calls of routers into experts; `record` and `replay` differ in it.
 
     Attributes:
@@ -44,34 +43,43 @@ class Strategy(Protocol):
     """
 
     kind: str
-    checks: DeferredChecks
 
+    def __init__(self) -> None:
+        self.checks = DeferredChecks()
+
+    @abstractmethod
     def microbatch(self, chunk: Chunk, inputs: RowInputs) -> Microbatch:
         """Return the micro-batch of rows that were given by hand."""
 
+    @abstractmethod
     def followed(self, chunk: Chunk, inputs: ForwardInputs) -> Microbatch | None:
         """Return the micro-batch of a forward's tokens; None: rows must be given by hand."""
 
     def experts(self, call: RoutingCall, request: TopKRequest) -> Tensor | None:
-        """Return the experts of a call, see `RoutingSource._experts`; without a micro-batch, None."""
+        """Return the experts of a call, see `RoutingSource._experts`; None: the router chooses."""
+        return None
 
-    def keep(self, chunk: Chunk, microbatch: Microbatch) -> None:
+    def keep(self, chunk: Chunk, microbatch: Microbatch) -> None:  # noqa: B027  # a trace is kept already
         """Keep a micro-batch, after its forward returned."""
 
-    def read(self) -> None:
+    def read(self) -> None:  # noqa: B027
         """Wait for copies to the host."""
 
     def problems(self) -> list[str]:
         """Return the faults that show when all forwards have run."""
+        return []
 
+    @abstractmethod
     def numbers(self) -> dict[str, Any]:
         """Return fields of this rank's `Numbers`."""
 
     def judge(self, everyone: Mapping[int, Numbers]) -> tuple[list[str], list[str]]:
         """Return the problems and the warnings that the numbers of all ranks show."""
+        return [], []
 
     def report(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
         """Return fields of the `SessionReport`, whose rows are those of these chunks."""
+        return {}
 
 
 class Microbatches:
@@ -81,7 +89,7 @@ class Microbatches:
         routers: of the session.
         chunks: those that take micro-batches, see `make_chunks`.
         strategy: of `record` or `replay`.
-        group: the ranks that are judged together, None: all of the job.
+        group_check: of the ranks that are judged together.
 
     Attributes:
         num_pauses: blocks of `paused` that are open; while there are any, forwards run live.
@@ -91,10 +99,10 @@ class Microbatches:
     _takes_microbatches = True
 
     def __init__(
-        self, routers: SessionRouters, chunks: list[Chunk], strategy: Strategy, group: dist.ProcessGroup | None
+        self, routers: SessionRouters, chunks: list[Chunk], strategy: Strategy, group_check: GroupCheck
     ) -> None:
         self.kind = strategy.kind
-        self.chunks, self.strategy, self.group = chunks, strategy, group
+        self.chunks, self.strategy, self.group_check = chunks, strategy, group_check
         self._experts = strategy.experts  # itself, because every call of every router would pay for a method around it
         self.num_pauses = 0
         self.result: GroupResult | None = None
@@ -229,11 +237,6 @@ class Microbatches:
         self.strategy.keep(chunk, microbatch)
 
     # ---- the end
-    @property
-    def counts(self) -> list[Counts]:
-        """Counts of rows and of checks, some of them on a device until `Counts.read`."""
-        return [self.strategy.checks.failed, *(chunk.counts for chunk in self.chunks)]
-
     def report(self, report: SessionReport) -> SessionReport:
         """Return a report of the routers with the counts of micro-batches and rows."""
         at = {chunk.index: (chunk.replayed_routers[0].layer_number, chunk.row_sharing[0]) for chunk in self.chunks}
@@ -254,17 +257,15 @@ class Microbatches:
             )
         return problems + self.strategy.problems()
 
-    def numbers(self) -> Numbers:
-        """Return the numbers of this rank, for the check of the group."""
-        return Numbers(chunks=len(self.chunks), **_row_counts(self.chunks), **self.strategy.numbers())
-
-    def finish(self, group_check: GroupCheck, problems: list[str]) -> tuple[list[str], list[str]]:
+    def finish(self, problems: list[str]) -> tuple[list[str], list[str]]:
         """Return the checks on a device that failed, and all other problems, of this rank and of its group."""
         failed = self.strategy.checks.texts()
         at_fault = bool(problems or failed)
+        rows, others = _row_counts(self.chunks), self.strategy.numbers()
+        numbers = Numbers(at_fault=at_fault, chunks=len(self.chunks), **rows, **others)
         try:
             # Also where this rank is at fault, because all ranks wait for its numbers.
-            result = group_check.finish(self.numbers()._replace(at_fault=at_fault), self.strategy.judge)
+            result = self.group_check.finish(numbers, self.strategy.judge)
         except ReplayStateError as error:  # a rank never came: this rank's own problems are raised with it
             return failed, [*problems, str(error)]
         self.result = result

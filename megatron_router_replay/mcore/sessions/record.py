@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +16,12 @@ from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.batches.follow import ForwardInputs, TokenReader, number_tokens
 from megatron_router_replay.mcore.batches.index import Partition
 from megatron_router_replay.mcore.batches.queue import Microbatch
-from megatron_router_replay.mcore.batches.rows import DeferredChecks, RowInputs, check_padding, count_rows
-from megatron_router_replay.mcore.core.call import RoutingCall, TopKRequest
+from megatron_router_replay.mcore.batches.rows import RowInputs, check_padding, count_rows
 from megatron_router_replay.mcore.core.streams import current_stream
 from megatron_router_replay.mcore.model.find import Models, unwrap
 from megatron_router_replay.mcore.sessions.gathering import Replica, gather_trace, place_after_replicas
-from megatron_router_replay.mcore.sessions.group_check import Numbers
-from megatron_router_replay.mcore.sessions.microbatches import Microbatches, make_chunks
+from megatron_router_replay.mcore.sessions.group_check import GroupCheck
+from megatron_router_replay.mcore.sessions.microbatches import Microbatches, Strategy, make_chunks
 from megatron_router_replay.mcore.sessions.routers import SessionRouters
 from megatron_router_replay.mcore.sessions.session import Session, open_session
 from megatron_router_replay.trace import RoutingTrace
@@ -53,7 +52,7 @@ class _Recorded(NamedTuple):
         return 0 if self.lengths is None else int(self.lengths.sum())
 
 
-class RecordedRoutes:
+class RecordedRoutes(Strategy):
     """The experts of a session's forwards, on their way to a trace: the strategy of `record`.
 
     Args:
@@ -72,7 +71,7 @@ class RecordedRoutes:
         padding_token_ids: Sequence[int] | None,
         cp_partition_mode: Partition | None,
     ) -> None:
-        self.checks = DeferredChecks()
+        super().__init__()
         self.numbers_itself = False  # by the tokens of the forwards, without rows by hand
         self._routers, self._chunks = routers, chunks
         self._recorded: dict[int, list[_Recorded]] = {chunk.index: [] for chunk in chunks}
@@ -125,9 +124,6 @@ class RecordedRoutes:
         )
 
     # ---- one forward
-    def experts(self, call: RoutingCall, request: TopKRequest) -> None:
-        """Let the router choose."""
-
     def keep(self, chunk: Chunk, microbatch: Microbatch) -> None:
         """Copy rows, experts and tokens of a forward that returned to the host, without a wait."""
         assert microbatch.rows is not None, "a recorded micro-batch has them"
@@ -159,21 +155,9 @@ class RecordedRoutes:
         self._copied = {}
 
     # ---- the end
-    def problems(self) -> list[str]:
-        """Return no faults of its own."""
-        return []
-
     def numbers(self) -> dict[str, Any]:
         """Return the number of rows, on which the ranks agree."""
         return {"num_rows": self.num_rows}
-
-    def judge(self, everyone: Mapping[int, Numbers]) -> tuple[list[str], list[str]]:
-        """Return no problems of the group."""
-        return [], []
-
-    def report(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        """Return no counts of its own."""
-        return {}
 
     # ---- the trace
     @property
@@ -320,7 +304,7 @@ class RecordSession(Session):
         assert self._microbatches is not None, "it records them"
         if self._microbatches.result is not None:
             return self._microbatches.result.num_rows
-        if dist.is_initialized() and dist.get_world_size(self._microbatches.group) > 1:
+        if len(self._microbatches.group_check.ranks) > 1:
             raise ReplayStateError(
                 "MRR422: the ranks agree on the recording's number of rows when the session is left: leave it before "
                 "trace() or gather(), or pass num_tokens."
@@ -381,12 +365,12 @@ def record(
     """
     check_withdrawn("record", withdrawn, {"mtp": "MTP routers are live, and no recording has their routes."})
 
-    def make() -> RecordSession:
+    def make(group_check: GroupCheck) -> RecordSession:
         routers = SessionRouters(model_chunks, verify=verify)
         chunks = make_chunks(routers, "rows, so which tokens it recorded is not known")
         layout: Any = {"padding_token_ids": padding_token_ids, "cp_partition_mode": cp_partition_mode}
-        microbatches = Microbatches(routers, chunks, RecordedRoutes(routers, chunks, **layout), group)
-        return RecordSession("record", routers, microbatches, microbatches)
+        recorded = RecordedRoutes(routers, chunks, **layout)
+        return RecordSession(recorded.kind, routers, Microbatches(routers, chunks, recorded, group_check))
 
     return open_session(make, group)
 

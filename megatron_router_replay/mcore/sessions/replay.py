@@ -21,7 +21,7 @@ from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.batches.follow import Follower, ForwardInputs, on_device
 from megatron_router_replay.mcore.batches.index import Partition
 from megatron_router_replay.mcore.batches.queue import Microbatch
-from megatron_router_replay.mcore.batches.rows import DeferredChecks, RowInputs, check_padding, count_rows, is_known
+from megatron_router_replay.mcore.batches.rows import RowInputs, check_padding, count_rows, is_known
 from megatron_router_replay.mcore.batches.upload import KeptLayer, LayerRoutes, take_rows
 from megatron_router_replay.mcore.core.balance import Balance
 from megatron_router_replay.mcore.core.call import RoutingCall, TopKRequest
@@ -30,8 +30,8 @@ from megatron_router_replay.mcore.model.find import Models
 from megatron_router_replay.mcore.model.layers import check_trace_layers
 from megatron_router_replay.mcore.sessions import agreement
 from megatron_router_replay.mcore.sessions.agreement import ALL, Agreement
-from megatron_router_replay.mcore.sessions.group_check import Numbers, judge_replay
-from megatron_router_replay.mcore.sessions.microbatches import Microbatches, make_chunks, sum_counts
+from megatron_router_replay.mcore.sessions.group_check import GroupCheck, Numbers, judge_replay
+from megatron_router_replay.mcore.sessions.microbatches import Microbatches, Strategy, make_chunks, sum_counts
 from megatron_router_replay.mcore.sessions.routers import RouterState, SessionRouters
 from megatron_router_replay.mcore.sessions.session import Session, open_session
 from megatron_router_replay.trace import RoutingTrace
@@ -47,7 +47,7 @@ _WITHDRAWN = dict.fromkeys(
 """Option of an earlier version -> its replacement."""
 
 
-class TraceRoutes:
+class TraceRoutes(Strategy):
     """The routes of a trace, as the micro-batches of a session replay them: the strategy of `replay`.
 
     Args:
@@ -75,7 +75,7 @@ class TraceRoutes:
         padding_token_ids: Sequence[int] | None,
         cp_partition_mode: Partition | None,
     ) -> None:
-        self.checks = DeferredChecks()
+        super().__init__()
         self._trace, self._states = trace, routers.states
         self._balance, self._min_replayed, self._min_agreement = balance, min_replayed, min_agreement
         # Sizes before layers: for a trace of another model, the error names the reason and not a missing layer.
@@ -153,7 +153,10 @@ class TraceRoutes:
         router_rows = chunk.router_view(rows)  # a part of a recording has these alone
         live_mask = None
         if any_unrouted or self._any_live:  # else every row has a route
-            routed = _at_rows(trace.replay_mask, router_rows)
+            if trace.num_tokens:
+                routed = (router_rows >= 0) & trace.replay_mask[router_rows.clamp(min=0)]
+            else:
+                routed = torch.zeros_like(router_rows, dtype=torch.bool)
             self._check_known(trace, router_rows, routed)
             live_mask = ~routed
         expected = self._expected_tokens(trace, rows, inputs.token_ids, any_unrouted=any_unrouted)
@@ -245,7 +248,7 @@ class TraceRoutes:
         state = self._states[call.router]
         used = microbatch.routes.layer(state.position)
         if used.shape != (request.scores.shape[0], request.topk):
-            return used  # `TopKRequest.ids` refuses it
+            return used  # the call refuses it
         live_mask = microbatch.live_mask
         is_checked = microbatch.checked_layer is not None and microbatch.checked_layer in (state.position, ALL)
         if is_checked or live_mask is not None:
@@ -263,13 +266,7 @@ class TraceRoutes:
             call.kept = KeptLayer(microbatch.routes, state.position)
         return used
 
-    def keep(self, chunk: Chunk, microbatch: Microbatch) -> None:
-        """Keep nothing: the trace has it."""
-
     # ---- the end
-    def read(self) -> None:
-        """Wait for nothing."""
-
     def problems(self) -> list[str]:
         """Return the faults of padding and of equal samples, which show when all forwards have run."""
         return [] if self._follower is None else self._follower.problems()
@@ -360,11 +357,13 @@ def replay(
 
     check_withdrawn("replay", withdrawn, _WITHDRAWN)
 
-    def make() -> Session:
-        _check_share("min_replayed", min_replayed)
-        _check_share("min_agreement", min_agreement)
-        if not enabled:
-            return Session("replay", SessionRouters(model_chunks, balance=balance, enabled=False), None)
+    shares = {"min_replayed": min_replayed, "min_agreement": min_agreement}
+    if not enabled:
+        _check_shares(shares)
+        return Session(TraceRoutes.kind, SessionRouters(model_chunks, balance=balance, enabled=False), None)._start()
+
+    def make(group_check: GroupCheck) -> Session:
+        _check_shares(shares)
         loaded = _loaded(trace, model_chunks)
         routers = SessionRouters(model_chunks, verify=verify, balance=balance)
         chunks = make_chunks(routers, "routes")
@@ -379,10 +378,9 @@ def replay(
             padding_token_ids=padding_token_ids,
             cp_partition_mode=cp_partition_mode,
         )
-        microbatches = Microbatches(routers, chunks, routes, group)
-        return Session("replay", routers, microbatches, microbatches)
+        return Session(routes.kind, routers, Microbatches(routers, chunks, routes, group_check))
 
-    return open_session(make, group) if enabled else make()._start()
+    return open_session(make, group)
 
 
 def _loaded(trace: Any, model_chunks: Any) -> RoutingTrace:
@@ -405,16 +403,10 @@ def _loaded(trace: Any, model_chunks: Any) -> RoutingTrace:
     return trace
 
 
-def _check_share(name: str, value: Any) -> None:
-    if value is not None and not (isinstance(value, int | float) and 0 <= value <= 1):
-        raise TraceError(f"MRR101: {name}={value!r} must be a share, 0 to 1.")
-
-
-def _at_rows(mask: Tensor | None, rows: Tensor) -> Tensor:
-    """Return a trace's mask at rows of it, False where it is None or the row is -1."""
-    if mask is None or not mask.numel():
-        return torch.zeros_like(rows, dtype=torch.bool)
-    return (rows >= 0) & mask[rows.clamp(min=0)]
+def _check_shares(shares: Mapping[str, Any]) -> None:
+    for name, value in shares.items():
+        if value is not None and not (isinstance(value, int | float) and 0 <= value <= 1):
+            raise TraceError(f"MRR101: {name}={value!r} must be a share, 0 to 1.")
 
 
 def _check_model(trace: RoutingTrace, state: RouterState) -> None:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict, cast
 
-import torch
 import torch.distributed as dist
 
 from megatron_router_replay.checks import warn
-from megatron_router_replay.mcore.core.streams import collective_device
-from megatron_router_replay.mcore.sessions.agreement import LiveAgreement, Unit
+from megatron_router_replay.mcore.sessions.agreement import LiveAgreement, add_up
 from megatron_router_replay.tables import Table
 
 _LOG = logging.getLogger(__name__)
@@ -114,11 +111,11 @@ class SessionReport:
             groups: process groups that share this rank alone; none given: all ranks of the job.
         """
         summed = self
-        if not dist.is_initialized():
-            return summed
         # One after another: all ranks of a group have its sum, and the next group, across it, adds up sums.
-        for group in groups or (None,):
-            summed = _add_up(summed, _over(group))
+        for group in groups or (None,) if dist.is_initialized() else ():
+            reports: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(reports, summed, group=group)
+            summed = _add_up(reports)
         return summed
 
     def to_dict(self) -> dict[str, Any]:
@@ -189,110 +186,59 @@ def share_of(rows_replayed: int, rows_live: int) -> float | None:
     return rows_replayed / with_token if with_token else None
 
 
-_COUNTS = [each.name for each in fields(SessionReport) if str(each.type) in ("int", "int | None")]
+_COUNTS = [each.name for each in fields(SessionReport) if str(each.type) == "int"]
 # Counts of the batch, which other ranks repeat; routers and their forwards differ on each rank.
 _OF_BATCH = [name for name in _COUNTS if name not in ("routers", "forwards", "recomputes")]
-_REPLICAS = 1 << 20
-"""More than the tensor-parallel ranks of a job: a place in `counted_at` is one number for `_add_up`."""
 
 
-def _layers_of(report: SessionReport) -> list[int]:
-    agreement = {} if report.agreement is None else report.agreement.layers
-    return [*report.flips_of_layer, *agreement]
-
-
-def _flat(report: SessionReport, top: int, *, counts: bool) -> dict[str, float]:
-    """Return the numbers of a report by names that are equal on all ranks.
-
-    Args:
-        top: the highest layer number of all ranks.
-        counts: True: this rank counts rows; False: another rank counts the same ones.
-    """
-    flat: dict[str, float] = {}
-
-    def put(name: str, value: float | None) -> None:
-        # Whether it was measured adds up, too: a stage without routers must not hide the counts of its peers.
-        flat[name], flat[f"has {name}"] = value or 0, value is not None
-
-    agreement, decisions = report.agreement, cast(Mapping[str, int], report.decisions)
-    for name in _COUNTS:
-        put(name, getattr(report, name) if counts or name not in _OF_BATCH else 0)
-    for name in Decisions.__annotations__:
-        put(f"decisions {name}", decisions.get(name))
-    for name in ("samples", "samples_not_judged"):
-        put(name, None if agreement is None else getattr(agreement, name) * counts)
-    # Also layers of other stages: the collective needs tensors of equal size on all ranks.
-    for layer in range(top + 1):
-        put(f"flips {layer}", report.flips_of_layer.get(layer))
-        unit = None if agreement is None else agreement.layers.get(layer)
-        for name in Unit._fields:
-            put(f"{name} {layer}", None if unit is None else getattr(unit, name))
-    return flat
-
-
-def _add_up(report: SessionReport, reduce: Callable[[list[float], str], list[float]]) -> SessionReport:
-    """Return the SessionReport of all ranks, the sum of theirs.
-
-    Args:
-        reduce: (this rank's numbers, "max" or "sum") -> those of all ranks together.
-    """
-    agreement = report.agreement
-    sample = None if agreement is None else agreement.least_sample
-    highest = [max(_layers_of(report), default=0), 0 if agreement is None else agreement.num_layers]
+def _add_up(reports: Sequence[SessionReport]) -> SessionReport:
+    """Return the SessionReport of all ranks, the sum of theirs."""
     # Pipeline stages have different lowest layers, so the rows of the first layer are the batch's. Tensor-parallel ranks
     # without sequence parallelism have the same rows, as different replicas. All other ranks have different rows.
-    at = math.inf if report.counted_at is None else report.counted_at[0] * _REPLICAS + report.counted_at[1]
-    # A minimum is the negative maximum of negatives, so one collective returns both.
-    top, num_layers, least, first = reduce([*highest, -math.inf if sample is None else -sample, -at], "max")
-    if report.counted_at is not None and at % _REPLICAS != -first % _REPLICAS:  # another replica has its rows
-        report = replace(report, agreement=None)
-    flat = _flat(report, int(top), counts=at == -first)
-    total = dict(zip(flat, reduce(list(flat.values()), "sum")))
-
-    def get(name: str) -> int | None:
-        return int(total[name]) if total[f"has {name}"] else None
-
-    def by_layer(name: str) -> dict[int, int]:
-        return {layer: count for layer in range(int(top) + 1) if (count := get(f"{name} {layer}")) is not None}
-
-    units = {layer: Unit(*(total[f"{name} {layer}"] for name in Unit._fields)) for layer in by_layer("rows")}
-    decisions = {name: count for name in Decisions.__annotations__ if (count := get(f"decisions {name}")) is not None}
-    samples = get("samples")
+    first = min((each.counted_at for each in reports if each.counted_at is not None), default=None)
+    counts = {
+        name: sum(getattr(each, name) for each in reports if name not in _OF_BATCH or each.counted_at == first)
+        for name in _COUNTS
+    }
+    decisions: dict[str, int] = {}
+    flips: dict[int, int] = {}
+    for each in reports:
+        for name, count in cast(Mapping[str, int], each.decisions).items():
+            decisions[name] = decisions.get(name, 0) + count
+        for layer, count in each.flips_of_layer.items():
+            flips[layer] = flips.get(layer, 0) + count
+    # Only of the first replica, as the rows.
+    compared = [each for each in reports if each.counted_at is None or first is None or each.counted_at[1] == first[1]]
     return SessionReport(
-        kind=report.kind,
+        kind=reports[0].kind,
         decisions=cast(Decisions, decisions),
-        flips_of_layer=by_layer("flips"),
-        agreement=LiveAgreement(
-            layers=units,
-            # Ranks of a stage have the same layers, and each stage different ones; a layer may not have been compared yet.
-            num_layers=max(len(units), int(num_layers)),
-            least_sample=None if least == -math.inf else -least,
-            samples=samples,
-            samples_not_judged=get("samples_not_judged") or 0,
-        )
-        if samples is not None
-        else None,
-        counted_at=None if first == -math.inf else divmod(int(-first), _REPLICAS),
-        **{name: get(name) for name in _COUNTS},  # type: ignore[arg-type]  # None where it may be
+        flips_of_layer=dict(sorted(flips.items())),
+        agreement=_agreement_of([(each.agreement, each.counted_at == first) for each in compared if each.agreement]),
+        counted_at=first,
+        **counts,
     )
 
 
-def _over(group: dist.ProcessGroup | None) -> Callable[[list[float], str], list[float]]:
-    """Return `reduce` for `_add_up`: an all_reduce over a group."""
+def _agreement_of(parts: Sequence[tuple[LiveAgreement, bool]]) -> LiveAgreement | None:
+    """Return the agreement over ranks; None: no rank compared.
 
-    def reduce(numbers: list[float], how: str) -> list[float]:
-        # float64 is exact for counts up to 2 ** 53.
-        values = torch.tensor(numbers, dtype=torch.float64, device=collective_device(group))
-        dist.all_reduce(values, op=dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM, group=group)
-        return values.tolist()
-
-    return reduce
-
-
-# ---- log: INFO when a session begins or ends, WARNING for a low share
-def log_began(kind: str, num_routers: int) -> None:
-    """Log that a session began."""
-    _LOG.info("%s session began with %d routers", kind, num_routers)
+    Args:
+        parts: that of each rank, and whether it counts the samples of the batch, which other pipeline stages repeat.
+    """
+    if not parts:
+        return None
+    layers = add_up(item for each, _ in parts for item in each.layers.items())
+    lowest = [(each.least_sample, each.least_place) for each, _ in parts if each.least_sample is not None]
+    least_sample, least_place = min(lowest, default=(None, ""))
+    return LiveAgreement(
+        layers=dict(sorted(layers.items())),
+        # Ranks of a stage have the same layers, and each stage different ones; a layer may not have been compared yet.
+        num_layers=max(len(layers), *(each.num_layers for each, _ in parts)),
+        least_sample=least_sample,
+        least_place=least_place,
+        samples=sum(each.samples for each, counts in parts if counts),
+        samples_not_judged=sum(each.samples_not_judged for each, counts in parts if counts),
+    )
 
 
 def log_ended(report: SessionReport) -> None:
@@ -322,8 +268,3 @@ def log_ended(report: SessionReport) -> None:
             f"{report.rows_repeated} rows were named twice in a micro-batch: do rows start anew in each sample? "
             "Their tokens share routes",
         )
-
-
-def log_failed(kind: str, error: BaseException) -> None:
-    """Log that a session was left by an exception."""
-    _LOG.info("%s session was left by %s; the routers are released, nothing was verified", kind, type(error).__name__)

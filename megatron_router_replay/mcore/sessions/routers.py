@@ -14,7 +14,6 @@ from megatron_router_replay.mcore.core import balance as balancing
 from megatron_router_replay.mcore.core import dispatch, hooks
 from megatron_router_replay.mcore.core.balance import Balance, check_balance, check_can_be_off
 from megatron_router_replay.mcore.core.call import RouterCounts, RoutingSource
-from megatron_router_replay.mcore.core.counts import Counts
 from megatron_router_replay.mcore.model.find import (
     FoundRouter,
     Models,
@@ -84,7 +83,13 @@ class SessionRouters:
         self.modules = as_chunks(model_chunks)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.walks: list[Walk] = []
-        found = self._find() if enabled else []
+        found: list[list[FoundRouter]] = []
+        if enabled:
+            check_version()
+            self.walks = list(map(walk, self.modules))
+            found = [find_routers(module, walked) for module, walked in zip(self.modules, self.walks)]
+            check_has_experts(self.modules, found)
+            check_whole_pipeline(self.modules)
         # Maps that leave the hook of a Megatron-Core that was never read are always verified.
         verify_routing = check_supported([router for routers in found for router in routers])
         check_balance(balance)
@@ -108,14 +113,6 @@ class SessionRouters:
         if self._verifies:
             self._check_verifiable()
 
-    def _find(self) -> list[list[FoundRouter]]:
-        check_version()
-        self.walks = list(map(walk, self.modules))
-        found = [find_routers(module, walked) for module, walked in zip(self.modules, self.walks)]
-        check_has_experts(self.modules, found)
-        check_whole_pipeline(self.modules)
-        return found
-
     def _check_verifiable(self) -> None:
         for state in self.states.values():
             factor = state.found.router.config.moe_expert_capacity_factor
@@ -138,9 +135,16 @@ class SessionRouters:
         hooks.check_installed()
         # All are checked before the first is registered, so a model that is partly under a session stays as it was.
         for router, state in self.states.items():
-            _check_free(router, state.found, source)
+            for outer in hooks.sources_of(router):
+                if outer._takes_microbatches or not source._takes_microbatches:
+                    raise ReplayStateError(
+                        f"MRR404: {state.found} is under another session already, a {outer.kind}: leave that first, or "
+                        "end it with close_sessions(model_chunks) if its variable is gone. Only freeze_recompute may "
+                        "surround record or replay."
+                    )
+            hooks.check_not_driven(router)
             if self._is_off:
-                hooks.install_balance()
+                balancing.install()
                 check_can_be_off(router)
         for router, state in self.states.items():
             hooks.register(router, source, state.found.dispatchers)
@@ -209,11 +213,6 @@ class SessionRouters:
             )
         return problems
 
-    @property
-    def counts(self) -> list[Counts]:
-        """The counts of each router, some of them on a device until `Counts.read`."""
-        return [each.counter for each in self.states.values()]
-
     def report(self, kind: str) -> SessionReport:
         """Return the counts that were read, of a session of this kind without micro-batches."""
         states = list(self.states.values())
@@ -236,14 +235,3 @@ class SessionRouters:
             decisions=decisions,
             flips_of_layer={each.found.layer_number: each.counter["flips"] for each in counting},
         )
-
-
-def _check_free(router: Any, found: FoundRouter, source: RoutingSource) -> None:
-    for outer in hooks.sources_of(router):
-        if outer._takes_microbatches or not source._takes_microbatches:
-            raise ReplayStateError(
-                f"MRR404: {found} is under another session already, a {outer.kind}: leave that first, or end it with "
-                "close_sessions(model_chunks) if its variable is gone. Only freeze_recompute may surround record or "
-                "replay."
-            )
-    hooks.check_not_driven(router)

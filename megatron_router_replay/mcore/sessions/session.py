@@ -7,10 +7,11 @@ Session   microbatch, paused            queue the rows of a forward; run forward
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -23,8 +24,10 @@ from megatron_router_replay.mcore.core.counts import Counts
 from megatron_router_replay.mcore.model.find import Models, as_chunks, find_routers
 from megatron_router_replay.mcore.sessions.group_check import GroupCheck
 from megatron_router_replay.mcore.sessions.microbatches import Microbatches
-from megatron_router_replay.mcore.sessions.report import SessionReport, log_began, log_ended, log_failed
+from megatron_router_replay.mcore.sessions.report import SessionReport, log_ended
 from megatron_router_replay.mcore.sessions.routers import SessionRouters
+
+_LOG = logging.getLogger(__name__)
 
 S = TypeVar("S", bound="Session")
 
@@ -38,16 +41,6 @@ _WITHDRAWN = dict.fromkeys(
 """Option of an earlier version -> its replacement."""
 
 
-class SessionSource(RoutingSource, Protocol):
-    """A source of experts that a session registers for its routers."""
-
-    def begin(self, session: Session) -> None:
-        """Begin with a session that has registered it."""
-
-    def end(self) -> None:
-        """Take off whatever `begin` put on the model."""
-
-
 class Session:
     """A session on a model's routers, until `close()` or the end of a `with` block.
 
@@ -58,21 +51,14 @@ class Session:
         kind: "replay", "record" or "freeze_recompute".
         routers: of its model.
         source: of their experts; None: the session is disabled and does nothing.
-        microbatches: the source, if its forwards take micro-batches; None: they do not.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        routers: SessionRouters,
-        source: SessionSource | None,
-        microbatches: Microbatches | None = None,
-    ) -> None:
+    def __init__(self, kind: str, routers: SessionRouters, source: RoutingSource | None) -> None:
         self.kind = kind
-        self._routers, self._source, self._microbatches = routers, source, microbatches
+        self._routers, self._source = routers, source
+        self._microbatches = source if isinstance(source, Microbatches) else None  # None: forwards take none
         self._modules = routers.modules
-        self._takes_microbatches = microbatches is not None
-        self._group_check: GroupCheck | None = None
+        self._takes_microbatches = self._microbatches is not None
         self._closed = False
 
     def _start(self) -> Self:
@@ -85,15 +71,13 @@ class Session:
         if self._source is None:
             self._routers.check_not_nested()
             return self
-        if self._microbatches is not None:
-            self._group_check = GroupCheck(self._microbatches.group)
         try:
             self._routers.register(self._source)
             self._source.begin(self)
         except BaseException:
             self._abandon()
             raise
-        log_began(self.kind, len(self._routers.states))
+        _LOG.info("%s session began with %d routers", self.kind, len(self._routers.states))
         return self
 
     # ---- forwards
@@ -173,10 +157,12 @@ class Session:
 
     def _read(self) -> None:
         """Bring counts of a GPU to the host, in one wait."""
-        microbatches = self._microbatches
-        Counts.read(self._routers.counts + ([] if microbatches is None else microbatches.counts))
+        counts: list[Counts] = [each.counter for each in self._routers.states.values()]
+        if (microbatches := self._microbatches) is not None:
+            counts += [microbatches.strategy.checks.failed, *(chunk.counts for chunk in microbatches.chunks)]
+        Counts.read(counts)
         if microbatches is not None:
-            microbatches.strategy.read()
+            microbatches.strategy.read()  # after the counts, whose wait is mostly enough
 
     def close(self, *, verify: bool = True) -> None:
         """Release the routers, then verify. The end of a `with` block without an exception does so. A second call does
@@ -201,14 +187,16 @@ class Session:
         if not verify or self._source is None:
             self._abandon()
             return
-        problems = self._faults()
+        # Of hooks, model and queues, while the routers are registered.
+        problems = self._routers.problems()
+        if self._microbatches is not None:
+            problems += self._microbatches.problems()
         self._release()
         report = self.report
         problems += self._routers.count_problems(report.decisions)
         failed: list[str] = []
         if self._microbatches is not None:
-            assert self._group_check is not None, "it was started"
-            failed, problems = self._microbatches.finish(self._group_check, problems)
+            failed, problems = self._microbatches.finish(problems)
         if (failed or problems) and self.kind == "replay":
             # Its gradients are there already, and a step inside the block would have used them.
             problems.append("A session is checked at the end of its block: call optimizer.step() after it.")
@@ -230,19 +218,15 @@ class Session:
             self.close()
         else:
             self._abandon()
-            log_failed(self.kind, error)
-
-    def _faults(self) -> list[str]:
-        """Return the faults of hooks, model and queues, while the routers are registered."""
-        problems = self._routers.problems()
-        return problems if self._microbatches is None else problems + self._microbatches.problems()
+            name = type(error).__name__
+            _LOG.info("%s session was left by %s; the routers are released, nothing was verified", self.kind, name)
 
     def _abandon(self) -> None:
         """Release the routers without verifying. The other ranks learn that this one failed."""
         if not self._closed:
             self._release()
-        if self._group_check is not None:
-            self._group_check.fail()
+        if self._microbatches is not None:
+            self._microbatches.group_check.fail()
 
     def _release(self) -> None:
         self._closed = True
@@ -255,12 +239,13 @@ class Session:
             raise ReplayStateError(f"MRR407: this {self.kind} session is closed: make a new one.")
 
 
-def open_session(make: Callable[[], S], group: dist.ProcessGroup | None) -> S:
+def open_session(make: Callable[[GroupCheck], S], group: dist.ProcessGroup | None) -> S:
     """Make a session that takes micro-batches and start it; if it cannot be made, publish the failure to the group."""
+    group_check = GroupCheck(group)
     try:
-        session = make()
+        session = make(group_check)
     except BaseException:
-        GroupCheck(group).fail()
+        group_check.fail()
         raise
     return session._start()
 

@@ -56,7 +56,7 @@ def test_a_session_visits_each_module_once_where_it_opens_and_once_where_it_clos
     session = start(model)
     opened = len(visits)
     visits.clear()
-    problems = session._faults()
+    problems = session._routers.problems()
     closed = len(visits)
     session.close(verify=False)
     num_modules = len(list(model.modules()))

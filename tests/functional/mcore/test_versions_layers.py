@@ -8,7 +8,6 @@ import torch
 
 import megatron_router_replay as mrr
 from megatron_router_replay.mcore import layer_numbers_of
-from megatron_router_replay.mcore.model.upstream import TOPK_ORDER_FOLLOWS_GRAD
 from megatron_router_replay.testing import ParallelSizes
 from tests.functional.mcore.cases import (
     DRAWN,
@@ -25,7 +24,7 @@ from tests.functional.mcore.cases import (
 )
 from tests.support.tiny_gpt import tiny_gpt_config
 from tests.support.tiny_hybrid import build_tiny_hybrid
-from tests.unit.mcore.tiny_chunk import AROUND, EXPERTS, SCORES, Chunk, plain, reentrant
+from tests.unit.mcore.tiny_chunk import AROUND, SCORES, Chunk
 
 pytestmark = pytest.mark.version
 PP2 = ParallelSizes(pp_size=2)
@@ -124,16 +123,3 @@ def test_every_way_of_scoring_is_bit_identical_to_the_run_without_a_session(scor
     for kept in (trace, trace.without_routes(torch.arange(64) % 2 == 1)):
         with mrr.replay(chunk, kept) as session:
             assert all(map(torch.equal, without, _run(chunk, around, lambda: session.microbatch(rows, chunk))))
-
-
-@pytest.mark.skipif(not TOPK_ORDER_FOLLOWS_GRAD, reason="before 0.18 the live top-k is always sorted")
-@pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
-def test_what_was_recorded_without_gradients_is_put_in_the_order_of_a_run_with_them(scores):
-    chunk = Chunk(moe_router_topk=5, **scores)
-    rows = torch.arange(64).view(4, 16)
-    with mrr.record(chunk) as recording:
-        _run(chunk, reentrant, lambda: recording.microbatch(rows, chunk))
-    with mrr.replay(chunk, recording.trace()) as session:
-        replayed = _run(chunk, plain, lambda: session.microbatch(rows, chunk))
-    assert all(map(torch.equal, _run(chunk, plain), replayed))
-    assert EXPERTS > 5, "else every column order would be a choice of all"

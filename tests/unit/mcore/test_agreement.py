@@ -243,15 +243,17 @@ def near_ties(rows, pairs):
     return live, (live + 1) % 8
 
 
-def test_a_loop_of_near_ties_counts_once_also_where_four_ranks_have_a_part_each():
-    """56 rows of four near-ties and 40 that agree, in one window or in four parts of it."""
+@pytest.mark.parametrize(("low_rows", "right_rows", "ranks"), [(56, 40, 4), (128, 128, 8)])
+def test_a_loop_of_near_ties_counts_once_also_where_ranks_have_a_part_each(low_rows, right_rows, ranks):
+    """Rows of four near-ties and others that agree, in one or two windows of one rank or in parts of them."""
     low, least = [], []
-    for ranks in (1, 4):
-        asks = [asking(topk=1, rank=rank, sharing=(0, ranks, 0)) for rank in range(ranks)]
-        live, used = near_ties(56 // ranks, 4)
-        right = torch.arange(40 // ranks).unsqueeze(1) % 6
+    for num_ranks in (1, ranks):
+        asks = [asking(topk=1, rank=rank, sharing=(0, num_ranks, 0)) for rank in range(num_ranks)]
+        live, used = near_ties(low_rows // num_ranks, 4)
+        right = torch.arange(right_rows // num_ranks).unsqueeze(1) % 6
+        order = torch.rand(len(live) + len(right), generator=torch.Generator().manual_seed(0)).argsort()
         for each in asks:
-            ask(each, torch.cat([live, right]), torch.cat([used, right]))
+            ask(each, torch.cat([live, right])[order], torch.cat([used, right])[order])
         group = agreement._add_up_ranks([each.numbers() for each in asks], 0.25)
         low.append((group.judged, group.low))
         least.append(group.least[0])
@@ -283,23 +285,33 @@ def test_a_top_1_router_with_a_hot_expert_is_legal(hot_share):
         assert found(asks) == ("", False)
 
 
+def judged_and_low(ranks, live, used, **options):
+    """Return how many samples are judged and low, of one sample that so many ranks have a part each of."""
+    asks = [asking(rank=rank, sharing=(0, ranks, 0), **options) for rank in range(ranks)]
+    for each, *parts in zip(asks, live.chunk(ranks), used.chunk(ranks)):
+        assert each.numbers()["low"] == [0, 0, 0]
+        ask(each, *parts)
+    group = agreement._add_up_ranks([each.numbers() for each in asks], 0.25)
+    return group.judged, group.low
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("rows", "judged"), [(31, 0), (32, 1)])
-def test_a_sample_of_fewer_than_32_rows_is_not_judged(rows, judged):
+def test_a_sample_of_fewer_than_32_rows_is_not_judged(rows, judged, ranks):
     live, used = routes(rows, experts=64, topk=8)
+    assert judged_and_low(ranks, live, one_late(live, used), experts=64, topk=8) == (judged, judged)
     asks = asking(experts=64, topk=8)
     ask(asks, live, one_late(live, used))
-    assert asks.numbers()["low"][:2] == [judged, judged]
     assert asks.report().samples_not_judged == 1 - judged
     ask(asks, live[:, :1] * 0, live[:, :1] * 0, layer=2)
     assert asks.report().samples_not_judged == 1 - judged, "one layer is enough"
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize(("experts", "low"), [(5, 0), (6, 1)])
-def test_a_block_of_few_different_routes_is_not_judged(experts, low):
+def test_a_block_of_few_different_routes_is_not_judged(experts, low, ranks):
     live = torch.arange(96).unsqueeze(1) % experts  # eight decisions of each count
-    asks = asking(topk=1)
-    ask(asks, live, (live + 1) % experts)
-    assert asks.numbers()["low"][:2] == [low, low]
+    assert judged_and_low(ranks, live, (live + 1) % experts, topk=1) == (low, low)
 
 
 # ---- ranks

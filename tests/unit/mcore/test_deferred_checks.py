@@ -66,7 +66,8 @@ def test_several_checks_that_failed_are_all_named_with_what_does_not_add_up(sess
 
 def test_a_failed_check_puts_its_rank_at_fault(session):
     session._check(on_a_gpu(torch.tensor(True)), "the first")
-    session._group_check = SimpleNamespace(finish=lambda numbers, judge: GroupResult(problems=[str(numbers.at_fault)]))
+    check = SimpleNamespace(finish=lambda numbers, judge: GroupResult(problems=[str(numbers.at_fault)]))
+    session._microbatches.group_check = check
     with pytest.raises(LayoutError, match=r"^the first\n  True\n"):
         session.close()
 

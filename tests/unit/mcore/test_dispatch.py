@@ -6,14 +6,18 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core.transformer.moe import router as router_module
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError
+from megatron_router_replay.mcore.core import dispatch
+from tests.unit.mcore.test_deferred_checks import on_a_gpu
 from tests.unit.mcore.tiny_chunk import (
     AROUND,
+    EXPERTS,
     STARTS,
     Chunk,
     Dispatcher,
@@ -204,6 +208,40 @@ def test_a_write_to_an_inference_tensor_raises(change):
     session = mrr.replay(chunk, random_trace())
     refused = pytest.raises(ReplayStateError, match=r"MRR415: layer 2: .*\(written in place\)")
     with planted(chunk, "hook", change), torch.inference_mode(), refused:
+        forward(chunk, session)
+    session.close(verify=False)
+
+
+def test_a_write_to_an_inference_tensor_on_a_gpu_is_asserted_there():
+    """The host does not wait to learn of it."""
+    values = torch.tensor([1, 2])
+    assert not dispatch._is_written(on_a_gpu(values), values)
+    with pytest.raises(RuntimeError, match="written to between a router and its dispatcher"):
+        dispatch._is_written(on_a_gpu(values + 1), values)
+
+
+def test_memory_that_is_used_again_is_not_taken_for_the_map_that_was_there(monkeypatch):
+    """A new map at the old one's address, of its shape, dtype and version: only the storage is another."""
+    chunk, memory = Chunk(), bytearray(8 * EXPERTS)
+    topk, route = router_module.topk_routing_with_score_function, chunk.layers[1].route
+
+    def placed(routing_map):
+        return torch.frombuffer(memory, dtype=torch.bool).view(8, EXPERTS).copy_(routing_map)
+
+    def routed(*args, **kwargs):
+        probs, routing_map = topk(*args, **kwargs)
+        return probs, placed(routing_map)
+
+    def routed_again(hidden):
+        probs, routing_map = route(hidden)
+        routing_map = routing_map.roll(1, 0)  # the map that left the router is gone
+        return probs, placed(routing_map)
+
+    monkeypatch.setattr(router_module, "topk_routing_with_score_function", routed)
+    chunk.layers[1].route = routed_again
+    session = mrr.replay(chunk, random_trace())
+    again = pytest.raises(ReplayStateError, match="MRR415: layer 2: its token dispatcher got another routing map")
+    with again, torch.no_grad():  # a graph would keep the memory
         forward(chunk, session)
     session.close(verify=False)
 

@@ -125,6 +125,15 @@ def test_a_router_without_a_layer_of_its_own_is_refused(layers, message):
         find_routers(model(*layers))
 
 
+def test_a_router_whose_whole_layer_is_captured_into_a_cuda_graph_is_marked():
+    """As a GPT model's layers are with cuda_graph_impl="local" and "attn" captured; a block's manager is of inference."""
+    captured, chunk = moe(1), model(moe(2))
+    captured.cudagraph_manager = nn.Identity()
+    chunk.decoder.cudagraph_manager = nn.Identity()
+    chunk.decoder.layers.append(captured)
+    assert [each.is_graphed for each in find_routers(chunk)] == [True, False]
+
+
 @pytest.mark.parametrize(
     ("mtp_layers", "config", "expected"),
     [

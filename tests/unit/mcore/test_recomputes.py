@@ -119,19 +119,6 @@ def test_hooks_that_hide_those_of_a_checkpoint_where_routers_ask(inner):
     assert (num_recomputed(seen), flips(seen)) == (3, 0)
 
 
-def test_group_limited_routing_is_replayed_frozen_and_live_where_it_was(chunk):
-    limited = Chunk(moe_router_num_groups=4, moe_router_group_topk=2)
-    limited.around = chunk.around
-    trace = random_trace(8, replay_mask=torch.arange(8) % 2 == 0)
-    with watched(limited) as live:
-        limited(tokens())
-    with watched(limited) as seen, mrr.replay(limited, trace) as session:
-        disturbed_backward(limited, forward(limited, session))
-    assert (num_recomputed(seen), flips(seen)) == (3, 0)
-    live_mask = ROWS.t().reshape(-1) % 2 == 1
-    assert torch.equal(seen[0, 1][0][live_mask], live[0, 1][0][live_mask])
-
-
 # What replay and its options compute beside the choice.
 SELECTED = {
     "freeze": mrr.freeze_recompute,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import megatron_router_replay as mrr
-from megatron_router_replay.errors import LayoutError, ReplayStateError
+from megatron_router_replay.errors import LayoutError
 from tests.unit.mcore.tiny_chunk import Chunk, as_map, disturb, watched
 
 A, B, C = [5, 6, 7, 8], [5, 6, 9], [4, 4, 1, 2, 3]
@@ -84,14 +84,3 @@ def test_a_batch_that_may_be_padded_raises_until_it_is_said(rows: list[list[int]
     with mrr.record(Masked(), padding_token_ids=[]) as recording:
         recording._modules[0](torch.tensor(rows))
     assert recording.trace().sequence_lengths == tuple(map(len, rows))
-
-
-def test_rows_by_hand_and_samples_do_not_mix() -> None:
-    chunk = Masked()
-    with pytest.raises(LayoutError, match="MRR406"), mrr.record(chunk) as recording:
-        chunk(torch.tensor([A]))
-        recording.microbatch(torch.arange(4).view(1, 4))
-    with pytest.raises(ReplayStateError, match="MRR406"), mrr.record(chunk) as recording:
-        recording.microbatch(torch.arange(4).view(1, 4))
-        chunk(torch.tensor([A]))
-        chunk(torch.tensor([A]))

@@ -68,7 +68,7 @@ def test_backward_replay_takes_the_micro_batches_first_in_first_out():
     used = [route(replay)[1].tolist() for _ in range(3)]
     assert used == [TARGET.tolist(), TARGET.flip(1).tolist(), TARGET.flip(0).tolist()]
     assert replay.replay_backward_list == []
-    with pytest.raises(ReplayStateError, match="empty replay_backward_list"):
+    with pytest.raises(ReplayStateError, match="REPLAY_BACKWARD without a target"):
         route(replay)
 
 

@@ -301,6 +301,7 @@ def test_a_hash_layer_is_left_alone_and_the_rest_is_replayed(layers):
 # ---- the order of an expert in its row: since Megatron-Core 0.18 a top-k without gradients leaves a row unsorted
 
 
+@pytest.mark.version
 @pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
 @pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
 @pytest.mark.parametrize("topk", [3, 5])

@@ -1,6 +1,7 @@
 """Which routers are refused, by which words, and what is said of the others: routers that are made by hand."""
 
 import dataclasses
+import re
 
 import pytest
 from megatron.core.transformer.moe.router import TopKRouter
@@ -73,6 +74,14 @@ def test_layers_that_differ_from_the_first_are_refused(name, value):
     assert first == third == []
     chunk.layers[1].router.__class__ = OtherForward
     assert len(refusals_of(find_routers(chunk))[1]) == 1, "what is refused anyway is not called uneven too"
+
+
+def test_a_captured_layer_is_refused_by_its_config():
+    chunk = Chunk()
+    first, second, third = find_routers(chunk)
+    reasons = refusals_of([first, dataclasses.replace(second, is_graphed=True), third])
+    assert [len(each) for each in reasons] == [0, 1, 0]
+    assert re.match(r"cuda_graph_impl='none' with cuda_graph_\w+ captures the whole layer ", reasons[1][0])
 
 
 def test_what_is_refused_of_mtp_layers_is_refused_of_them_alone():
