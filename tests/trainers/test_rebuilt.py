@@ -1,6 +1,6 @@
 """Our hooks on each trainer's functions, rebuilt in a few lines: what runs in every CI, without a checkout."""
 
-import importlib
+import importlib.util
 import os
 import re
 import sys
@@ -347,6 +347,19 @@ def test_an_audit_logs_samples_that_a_replay_refuses(trainer, chunks, monkeypatc
         else:
             follow.active().enter(chunks, lambda: (ids, short))
             assert "the samples cannot be compared: MRR" in caplog.text
+
+
+def test_a_module_that_waits_is_hooked_once_however_often_it_is_looked_for(tmp_path, monkeypatch):
+    (tmp_path / "looked_for.py").write_text("def double(x):\n    return 2 * x\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    seams.hook(seams.Seam("looked_for", "double", "x"), lambda original, x: original(x) + 1)
+    for _ in range(2):
+        importlib.util.find_spec("looked_for")
+    module = importlib.import_module("looked_for")
+    del sys.modules["looked_for"]
+    assert module.double(3) == 7
+    assert "exec_module" not in vars(module.__loader__)
+    assert "looked_for" not in seams._finder.waiting
 
 
 @pytest.mark.parametrize("topk", [1, 2, 3, 8])
