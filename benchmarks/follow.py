@@ -13,7 +13,9 @@ from statistics import median
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_router_replay.mcore.batches.index import Places, PrefixIndex, locate
+from megatron_router_replay.mcore.batches.index import PrefixIndex
+from megatron_router_replay.mcore.batches.locate import locate
+from megatron_router_replay.mcore.batches.segments import Segments
 
 LENGTH = 512
 """Tokens of a sample."""
@@ -65,14 +67,14 @@ def main() -> None:
         bounds = torch.arange(num_samples + 1) * LENGTH
         padded = torch.nn.functional.pad(chosen[:, : LENGTH - 64], (0, 64))
         batches = {
-            "packed": (packed, Places.packed((1, packed.numel()), bounds)),
-            "padded": (padded.reshape(-1), Places.padded((num_samples, LENGTH), device=torch.device("cpu"))),
+            "packed": (packed, Segments.of((1, packed.numel()), bounds)),
+            "padded": (padded.reshape(-1), Segments.of((num_samples, LENGTH))),
         }
-        for kind, (ids, places) in batches.items():
+        for kind, (ids, segments) in batches.items():
 
-            def find(ids: torch.Tensor = ids, places: Places = places) -> object:
-                located = locate(index, ids, places)
-                return located.rows(places, located.extra)
+            def find(ids: torch.Tensor = ids, segments: Segments = segments) -> object:
+                located = locate(index, ids, segments)
+                return located.rows(segments, located.extra)
 
             with _Count() as count:
                 find()

@@ -215,7 +215,8 @@ def contiguous(layout: ParallelSizes) -> int:
     """Place a packed row over context-parallel ranks as one stream: the session's rows, without a model that computes so."""
     from megatron.core import parallel_state
 
-    from megatron_router_replay.mcore.batches.follow import Follower, ForwardInputs
+    from megatron_router_replay.mcore.batches.follow import Follower
+    from megatron_router_replay.mcore.batches.inputs import ForwardInputs
 
     layout.initialize()
     whole = batch([4, 0, 2], "packed", ParallelSizes(), 0)
