@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_router_replay.errors import TraceError
+from megatron_router_replay.mcore.batches.segments import PaddingRuns
 from megatron_router_replay.trace import RoutingTrace
 
 _BASE = 6364136223846793005
@@ -33,7 +34,7 @@ class PrefixSums:
     """Compute the keys of ranges of tokens from a cumulative sum of hashes.
 
     Args:
-        tokens: [1 + n] integers: an unused one, then the tokens of positions 0 to n - 1. Others may follow.
+        tokens: [1 + n + 1] integers: the tokens of positions 0 to n - 1, between two that are none.
     """
 
     def __init__(self, tokens: Tensor) -> None:
@@ -45,7 +46,7 @@ class PrefixSums:
         hashes ^= hashes >> 32
         hashes *= -0x40A7B892E31B1A47
         hashes *= self._powers
-        # The unused token comes first, so entry i is a constant and the sum before position i.
+        # One token comes before position 0, so entry i is the sum before position i, and a constant.
         self._sums = hashes.cumsum_(0)
 
     def origin(self, begin: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,9 +64,9 @@ class PrefixSums:
         """Return the key of every prefix, [n], of samples that follow one another, with bit 0 set."""
         # Without output_size, repeat_interleave would synchronize a GPU to add up the lengths.
         base, factor = (
-            torch.repeat_interleave(each, lengths, output_size=self._size - 1) for each in self.origin(starts)
+            torch.repeat_interleave(each, lengths, output_size=self._size - 2) for each in self.origin(starts)
         )
-        return torch.sub(self._sums[1:], base, out=base).mul_(factor).bitwise_or_(_CONTINUES)
+        return torch.sub(self._sums[1:-1], base, out=base).mul_(factor).bitwise_or_(_CONTINUES)
 
 
 class PrefixIndex:
@@ -98,27 +99,22 @@ class PrefixIndex:
         lengths = torch.tensor([length for length in sequence_lengths if length], dtype=torch.int64, device=device)
         ends = lengths.cumsum(0)
         starts = ends - lengths
-        keys = PrefixSums(pad(token_ids, (1, 0))).all_keys(starts, lengths)
+        tokens = pad(token_ids, (1, 1), value=-1)
+        keys = PrefixSums(tokens).all_keys(starts, lengths)
         keys[ends - 1] -= _CONTINUES
         order = torch.empty_like(keys)
         torch.sort(keys, stable=True, out=(self._keys[:-2], order))
         self._rows[:-2] = order
         continued = keys[ends - 1] + _CONTINUES
         self.has_nested_samples = bool((self._keys[torch.searchsorted(self._keys, continued)] == continued).any())
-        self._read_starts(starts, ends)
-
-    def _read_starts(self, starts: Tensor, ends: Tensor) -> None:
-        """Set `start_runs` and `may_lose_a_run`."""
         # Padding on the left may be the token that a sample begins with: `locate` tries a start for each of these numbers.
-        tokens = self.token_ids
-        changes = (tokens[1:] != tokens[:-1]).nonzero().squeeze(1) + 1
-        after = torch.searchsorted(changes, starts, right=True)
-        second = torch.minimum(torch.cat([changes, ends[-1:]])[after], ends)
-        first = tokens[starts]
-        begins = set(zip(first.tolist(), (second - starts).tolist()))
+        runs = PaddingRuns(tokens, None).leading(starts, ends)
+        runs = torch.where(runs == 0, lengths, runs)
+        first, second = token_ids[starts], starts + runs
+        begins = set(zip(first.tolist(), runs.tolist()))
         self.start_runs = tuple(sorted({run for _, run in begins}))
         # [p, 5, 6] and [5, 6], or [p, p, 5] and [p, 5].
-        loses_all = torch.isin(tokens[second[second < ends]], first).any()
+        loses_all = torch.isin(token_ids[second[second < ends]], first).any()
         self.may_lose_a_run = bool(loses_all) or len(begins) > len({token for token, _ in begins})
 
     def to(self, device: torch.device) -> PrefixIndex:
@@ -154,7 +150,7 @@ class PrefixIndex:
             row, count: the prefix, as rows of the trace.
             is_whole: return only samples that end with this prefix.
         """
-        sums = PrefixSums(pad(self.token_ids[row : row + count], (1, 0)))
+        sums = PrefixSums(pad(self.token_ids[row : row + count], (1, 1)))
         begin, end = torch.tensor([[0], [count]], device=self.device)
         key = sums.keys(sums.origin(begin), end)
         first = int(torch.searchsorted(self._keys, key))

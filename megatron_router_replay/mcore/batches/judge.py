@@ -51,8 +51,8 @@ class SegmentJudge:
             if problem := self._unexplained(where, segments) or self._problem_of(where, segments):
                 raise LayoutError(problem)
             token = self._evidence.token
-            live = [each.extra if self._declares_padding else each.live(token) for each in segments]
-            return torch.tensor(live, dtype=torch.int64)
+            numbers = [each.extra if self._declares_padding else each.live(token) for each in segments]
+            return torch.tensor(numbers, dtype=torch.int64)
         self._check(
             (located.is_explained == 0).any(),
             f"MRR206: {where}: a forward got tokens of no sample of the trace.",
@@ -65,7 +65,8 @@ class SegmentJudge:
         tokens = [torch.where(is_after, located.last, -1), torch.where(located.start > 1, located.first, -1)]
         tokens += [] if self._token is None else [self._token]
         self._token = torch.cat(tokens).amax(0, keepdim=True)
-        return located.extra if self._declares_padding else located.live(self._token)
+        live: Tensor = located.extra if self._declares_padding else located.live(self._token)
+        return live
 
     def problems(self) -> list[str]:
         """Return the error texts that depend on all forwards; this synchronizes a GPU."""
@@ -110,8 +111,8 @@ class SegmentJudge:
         if segment.extra > segment.is_whole:
             return (
                 f"its first {count} tokens are those of {sample}, which has token {self._token_at(segment.row + count)} at "
-                f"position {count}, but it has token {segment.after} there. Were the tokens of the rollout tokenized again, or "
-                "changed?"
+                f"position {count}, but it has token {segment.after} there. Were the tokens of the rollout tokenized "
+                "again, or changed?"
             )
         return (
             f"{sample} has token {segment.first} before it and token {segment.last} after it, and padding is one token. "

@@ -75,6 +75,11 @@ class Located(NamedTuple):
         """
         # Each segment has four pieces: padding, tokens with rows that follow one another, live tokens, padding.
         first = segments.start + self.start
+        at = torch.arange(segments.total, device=first.device)
+        if (
+            first.device.type == "cpu" and int(self.count.sum()) == segments.total
+        ):  # most packed batches have no padding
+            return at.add_(torch.repeat_interleave(self.row - first, self.count, output_size=segments.total)), None
         padding, live_offset = torch.full_like(first, _PADDING), torch.full_like(first, _LIVE)
         pieces = [
             (first - segments.begin, padding),
@@ -83,8 +88,7 @@ class Located(NamedTuple):
             (segments.end - first - self.count - live, padding),
         ]
         lengths, offsets = (torch.stack(each, 1).view(-1) for each in zip(*pieces))
-        rows = torch.arange(segments.total, device=first.device)
-        rows += torch.repeat_interleave(offsets, lengths, output_size=segments.total)
+        rows = at.add_(torch.repeat_interleave(offsets, lengths, output_size=segments.total))
         is_padding = rows < _LIVE
         is_none = rows.device.type == "cpu" and not bool(is_padding.any())
         return rows.clamp_(min=-1), None if is_none else is_padding
@@ -192,9 +196,8 @@ class _Search:
         # A prefix of a known prefix is known. So on the CPU, a few lookups where a sample is likely to end decide most
         # segments. For the other segments, and on a GPU for all, every position is looked up.
         if self.on_host:
-            likely = torch.stack(
-                [padding_from, padding_from + 1, padding_from + 2, stop - 1, stop, self._segments.begin]
-            )
+            # Where the run of padding begins; a token earlier, for one that was appended; later, for a sample's own.
+            likely = torch.stack([self._segments.begin, *(padding_from + k for k in (-1, 0, 1, 2)), stop])
             likely = likely.unsqueeze(1) if first.dim() > 1 else likely
             probes = likely.maximum(first + 1).minimum(stop)
             _, found, _ = index.find(self._sums.keys(origin, probes))
@@ -234,8 +237,10 @@ def _best(found: Located) -> Located:
     # doubt is reported; the most known tokens.
     order = 4 * is_explained + 2 * (is_explained & (start == 0)) + (found.num_ends > 1)
     best = (found.count + (order << 40)).argmax(0)
-    table = torch.stack([each.expand_as(start) for each in found])
-    chosen = Located(*table.gather(1, best.expand(len(table), 1, -1))[:, 0])
+    # Of the first and last token of a segment, there is one for all candidates.
+    columns = {name: each for name, each in found._asdict().items() if each.dim() > 1}
+    table = torch.stack(list(columns.values()))
+    chosen = found._replace(**dict(zip(columns, table.gather(1, best.expand(len(table), 1, -1))[:, 0])))
     # Another start that fits as well: the tokens between may be padding, or the beginning of a sample.
     others = (is_explained & is_known & (start != chosen.start)).amax(0)
     return chosen._replace(other_starts=others & chosen.is_explained & (chosen.count > 0))

@@ -118,7 +118,7 @@ class RowInputs:
                     "cannot be told from that row. Give a signed dtype."
                 )
         as_2d = (1, -1) if rows.dim() == 1 else rows.shape
-        inputs: dict[str, Tensor | None] = {}
+        inputs: dict[str, Any] = {}
         for name, values in (("token_ids", token_ids), ("padding", padding)):
             if values is None:
                 inputs[name] = None
