@@ -96,7 +96,7 @@ class Follower:
                 "session.microbatch(rows, model) before the forward."
             )
         index = trace.derived.get("index") or index_of(self._trace)
-        device = index.device
+        device = index.token_ids.device
         self._warn_once(ids.device, device)
         group, shape = context_parallel_group(module, inputs.packed_seq_params), received_shape(module)
         rank = 0 if group is None else group.rank()
@@ -110,7 +110,7 @@ class Follower:
         located = locate(index, tokens, segments, padding_token_ids=self._reader.padding_on(device))
         live = self._judge.add(where, located)
         # Read once: where the index is on the host, a second copy of the ids would wait again.
-        own = None if is_raw else segments.of_rank(tokens, rank).to(torch.int64)
+        own = None if is_raw else segments.of_rank(tokens, rank)
         if is_raw:
             assert shape is not None, "a later stage"
             layout = self._reader.segments_of(inputs, shape, group, device)

@@ -81,6 +81,7 @@ class PrefixIndex:
 
     Attributes:
         has_nested_samples: a sample begins with all tokens of a different one.
+        first_tokens: [n] int64, the tokens that samples begin with, and -1.
         start_runs: the numbers of equal tokens that samples begin with.
         may_lose_a_run: without its first tokens, a sample may begin like a different one.
     """
@@ -92,6 +93,7 @@ class PrefixIndex:
         # Two entries more than rows, with the greatest key: a search and the entry after it always exist.
         self._keys = torch.full((num_rows + 2,), torch.iinfo(torch.int64).max, device=device)
         self._rows = torch.zeros(num_rows + 2, dtype=torch.int32 if num_rows < 1 << 31 else torch.int64, device=device)
+        self.first_tokens = torch.tensor([-1], device=device)
         self.start_runs: tuple[int, ...] = ()
         self.may_lose_a_run = self.has_nested_samples = False
         if not num_rows:
@@ -113,20 +115,16 @@ class PrefixIndex:
         first, second = token_ids[starts], starts + runs
         begins = set(zip(first.tolist(), runs.tolist()))
         self.start_runs = tuple(sorted({run for _, run in begins}))
+        self.first_tokens = torch.tensor([-1, *{token for token, _ in begins}], device=device)
         # [p, 5, 6] and [5, 6], or [p, p, 5] and [p, 5].
         loses_all = torch.isin(token_ids[second[second < ends]], first).any()
-        self.may_lose_a_run = bool(loses_all) or len(begins) > len({token for token, _ in begins})
+        self.may_lose_a_run = bool(loses_all) or len(begins) > len(self.first_tokens) - 1
 
     def to(self, device: torch.device) -> PrefixIndex:
         """Return the PrefixIndex on a device."""
         moved = copy(self)  # without __init__, which would sort again
         vars(moved).update({name: each.to(device) for name, each in vars(self).items() if isinstance(each, Tensor)})
         return moved
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device of the tensors."""
-        return self._keys.device
 
     @property
     def nbytes(self) -> int:
@@ -151,7 +149,7 @@ class PrefixIndex:
             is_whole: return only samples that end with this prefix.
         """
         sums = PrefixSums(pad(self.token_ids[row : row + count], (1, 1)))
-        begin, end = torch.tensor([[0], [count]], device=self.device)
+        begin, end = torch.tensor([[0], [count]], device=self.token_ids.device)
         key = sums.keys(sums.origin(begin), end)
         first = int(torch.searchsorted(self._keys, key))
         past = int(torch.searchsorted(self._keys, key if is_whole else key | _CONTINUES, right=True))

@@ -151,7 +151,7 @@ class TokenReader:
     def read(
         self, inputs: ForwardInputs, group: dist.ProcessGroup | None, device: torch.device
     ) -> tuple[Segments, Tensor]:
-        """Return the Segments of a forward, and the tokens of all ranks in flat order."""
+        """Return the Segments of a forward, and the tokens of all ranks in flat order, [total] int64."""
         ids = inputs.input_ids
         assert ids is not None, "checked"
         # Packed sequences have bounds, so position_ids cut rows of a padded batch alone.
@@ -171,4 +171,4 @@ class TokenReader:
             segments = segments.cut(flat[-1])
         if mask is not None:
             segments = segments.bound(flat[1] != 0)
-        return segments, flat[0]
+        return segments, flat[0].to(torch.int64)

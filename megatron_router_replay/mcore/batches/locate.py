@@ -105,11 +105,13 @@ def locate(
     """
     search = _Search(index, tokens, segments, padding_token_ids)
     start = segments.start
+    if not segments.searches_left:
+        return search.locate(start)
     # If no sample begins like another one without its first tokens, a start without padding that explains a segment is the
     # only one.
-    if not segments.searches_left or (search.on_host and not index.may_lose_a_run):
+    if search.on_host and not index.may_lose_a_run and search.all_begin_samples():
         located = search.locate(start)
-        if not segments.searches_left or bool(located.is_explained.all()):
+        if bool(located.is_explained.all()):
             return located
     run = search.runs.leading(start, segments.end)
     # All of the run is padding, or its last tokens are the sample's first: as many as a sample of the trace begins with.
@@ -131,6 +133,10 @@ class _Search:
     def runs(self) -> PaddingRuns:
         """Return the ranges that padding may fill."""
         return PaddingRuns(self._tokens, self._padding)
+
+    def all_begin_samples(self) -> bool:
+        """Return whether the first token of every segment is that of a sample; this synchronizes a GPU."""
+        return bool(torch.isin(self._tokens.take(self._segments.begin + 1), self._index.first_tokens).all())
 
     def locate(self, starts: Tensor) -> Located:
         """Return the Located of segments that begin at given positions.

@@ -85,7 +85,7 @@ class Segments:
         if cu_seqlens is not None and unpadded is not None and unpadded is not cu_seqlens:
             real = unpadded.to(starts.device, torch.int64)
             is_bounded = (real != starts).any()
-            stop[:-1] = starts[:-1] + real.diff()
+            stop[:-1] = torch.minimum(starts[:-1] + real.diff(), stop[:-1])
         return cls(
             shape=shape,
             begin=begin,
