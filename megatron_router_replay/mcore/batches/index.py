@@ -40,7 +40,7 @@ class PrefixSums:
     def __init__(self, tokens: Tensor) -> None:
         self._size = tokens.numel()
         # BASE ** 1, BASE ** 2, ...
-        self._powers = torch.full_like(tokens, _BASE, dtype=torch.int64).cumprod(0)
+        self._powers = torch.full_like(tokens, _BASE, dtype=torch.int64).cumprod_(0)
         # The constant keeps the hash of token 0 from being 0; the product mixes upwards, the shift downwards.
         hashes = torch.rsub(tokens.to(torch.int64), 0x3D4D51C2D82B14B1, alpha=0x61C8864680B583EB)
         hashes ^= hashes >> 32

@@ -76,9 +76,9 @@ class Located(NamedTuple):
         # Each segment has four pieces: padding, tokens with rows that follow one another, live tokens, padding.
         first = segments.start + self.start
         at = torch.arange(segments.total, device=first.device)
-        if (
-            first.device.type == "cpu" and int(self.count.sum()) == segments.total
-        ):  # most packed batches have no padding
+        on_host = first.device.type == "cpu"
+        # Most packed batches have no padding.
+        if on_host and int(self.count.sum()) == segments.total:
             return at.add_(torch.repeat_interleave(self.row - first, self.count, output_size=segments.total)), None
         padding, live_offset = torch.full_like(first, _PADDING), torch.full_like(first, _LIVE)
         pieces = [
@@ -90,8 +90,7 @@ class Located(NamedTuple):
         lengths, offsets = (torch.stack(each, 1).view(-1) for each in zip(*pieces))
         rows = at.add_(torch.repeat_interleave(offsets, lengths, output_size=segments.total))
         is_padding = rows < _LIVE
-        is_none = rows.device.type == "cpu" and not bool(is_padding.any())
-        return rows.clamp_(min=-1), None if is_none else is_padding
+        return rows.clamp_(min=-1), None if on_host and not bool(is_padding.any()) else is_padding
 
 
 def locate(
