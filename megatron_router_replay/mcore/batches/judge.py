@@ -88,10 +88,11 @@ class SegmentJudge:
     def _unexplained(self, where: str, found: Located | list[Located]) -> str:
         """Return the error text of the first unexplained segment, "": none."""
         segments = found.segments() if isinstance(found, Located) else found
-        for number, segment in enumerate(segments):
-            if not segment.is_explained:
-                return f"MRR206: {where}, sequence {number}: {self._describe(segment)}"
-        return ""
+        numbers = [number for number, each in enumerate(segments) if not each.is_explained]
+        if not numbers:
+            return ""
+        more = f" ({len(numbers) - 1} more sequences of this forward cannot be followed either)" if numbers[1:] else ""
+        return f"MRR206: {where}, sequence {numbers[0]}: {self._describe(segments[numbers[0]])}{more}"
 
     def _describe(self, segment: Located) -> str:
         count, sample = segment.count, self._name(segment.row) if segment.count else ""
