@@ -23,7 +23,9 @@ from torch import Tensor, nn
 
 from megatron_router_replay.errors import LayoutError, ReplayStateError
 from megatron_router_replay.layout.split import rows_for_router
-from megatron_router_replay.mcore.batches.follow import Follower, index_of, on_device, read_inputs
+from megatron_router_replay.mcore.batches.follow import Follower, on_device
+from megatron_router_replay.mcore.batches.index import index_of
+from megatron_router_replay.mcore.batches.inputs import read_inputs
 from megatron_router_replay.mcore.model.find import find_routers, unwrap
 from megatron_router_replay.trace import RoutingTrace
 

@@ -15,7 +15,7 @@ from torch._compile import _disable_dynamo
 from megatron_router_replay.checks import check_withdrawn
 from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.layout.split import rows_for_router
-from megatron_router_replay.mcore.batches.follow import ForwardInputs, read_inputs
+from megatron_router_replay.mcore.batches.inputs import ForwardInputs, read_inputs
 from megatron_router_replay.mcore.batches.queue import Queue
 from megatron_router_replay.mcore.core.counts import Counts
 from megatron_router_replay.mcore.model.find import FoundRouter, wrappers

@@ -85,21 +85,23 @@ def is_known(values: Tensor) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowInputs:
-    """Inputs that a caller queues for a forward; copies, because trainers reuse their buffers.
+    """The rows of a forward, queued by hand or found by its tokens.
 
     Args:
         rows: [b, s] int64.
         token_ids: [b, s] int64; None: not given.
         padding: [b, s] bool; None: not given.
+        num_ambiguous: segments that several samples fit, an int or a scalar on a device; 0 of rows by hand.
     """
 
     rows: Tensor
     token_ids: Tensor | None
     padding: Tensor | None
+    num_ambiguous: Tensor | int = 0
 
     @classmethod
     def checked(cls, rows: Any, *, token_ids: Any, padding: Any) -> RowInputs:
-        """Check shapes and copy.
+        """Check shapes and copy, because trainers reuse their buffers.
 
         Raises:
             LayoutError: rows are not [b, s] (or [n], one packed row), or a mask or tokens have another shape or kind.
@@ -116,7 +118,7 @@ class RowInputs:
                     "cannot be told from that row. Give a signed dtype."
                 )
         as_2d = (1, -1) if rows.dim() == 1 else rows.shape
-        inputs: dict[str, Tensor | None] = {}
+        inputs: dict[str, Any] = {}
         for name, values in (("token_ids", token_ids), ("padding", padding)):
             if values is None:
                 inputs[name] = None

@@ -22,7 +22,7 @@ from megatron_router_replay.checks import warn
 from megatron_router_replay.errors import LayoutError, ReplayStateError
 from megatron_router_replay.layout.rows import count_differing_tokens
 from megatron_router_replay.mcore.batches.chunk import Chunk
-from megatron_router_replay.mcore.batches.follow import ForwardInputs
+from megatron_router_replay.mcore.batches.inputs import ForwardInputs
 from megatron_router_replay.mcore.batches.queue import Microbatch
 from megatron_router_replay.mcore.batches.rows import DeferredChecks, RowInputs
 from megatron_router_replay.mcore.core import hooks, tape

@@ -13,10 +13,11 @@ from torch import Tensor
 from megatron_router_replay.checks import check_withdrawn
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
 from megatron_router_replay.mcore.batches.chunk import Chunk
-from megatron_router_replay.mcore.batches.follow import ForwardInputs, TokenReader, number_tokens
-from megatron_router_replay.mcore.batches.index import Partition
+from megatron_router_replay.mcore.batches.follow import number_tokens
+from megatron_router_replay.mcore.batches.inputs import ForwardInputs, TokenReader
 from megatron_router_replay.mcore.batches.queue import Microbatch
 from megatron_router_replay.mcore.batches.rows import RowInputs, check_padding, count_rows
+from megatron_router_replay.mcore.batches.segments import Partition
 from megatron_router_replay.mcore.core.streams import current_stream
 from megatron_router_replay.mcore.model.find import Models, unwrap
 from megatron_router_replay.mcore.sessions.gathering import Replica, gather_trace, place_after_replicas

@@ -18,10 +18,11 @@ from megatron_router_replay.checks import check_withdrawn
 from megatron_router_replay.errors import LayoutError, TraceError
 from megatron_router_replay.layout.rows import MOVED_APART, check_tokens, count_differing_tokens
 from megatron_router_replay.mcore.batches.chunk import Chunk
-from megatron_router_replay.mcore.batches.follow import Follower, ForwardInputs, on_device
-from megatron_router_replay.mcore.batches.index import Partition
+from megatron_router_replay.mcore.batches.follow import Follower, on_device
+from megatron_router_replay.mcore.batches.inputs import ForwardInputs
 from megatron_router_replay.mcore.batches.queue import Microbatch
 from megatron_router_replay.mcore.batches.rows import RowInputs, check_padding, count_rows, is_known
+from megatron_router_replay.mcore.batches.segments import Partition
 from megatron_router_replay.mcore.batches.upload import KeptLayer, LayerRoutes, take_rows
 from megatron_router_replay.mcore.core.balance import Balance
 from megatron_router_replay.mcore.core.call import RoutingCall, TopKRequest
@@ -115,9 +116,8 @@ class TraceRoutes(Strategy):
             trace = self._trace_of[chunk.index] = trace if moved is None else moved
         where = f"{chunk.queue.where}, micro-batch {chunk.queue.num_queued}"
         found = self._follower.find(chunk.module, inputs, trace, where)
-        chunk.counts.add(rivals=found.rivals)
-        tokens = None if found.tokens is None else found.tokens.to(found.rows.device, torch.int64)
-        return self._lay_out(chunk, RowInputs(rows=found.rows, token_ids=tokens, padding=found.padding))
+        chunk.counts.add(ambiguous=found.num_ambiguous)
+        return self._lay_out(chunk, found)
 
     def microbatch(self, chunk: Chunk, inputs: RowInputs) -> Microbatch:
         """Return the micro-batch of rows that were given by hand, and count those that are repeated."""
@@ -288,7 +288,7 @@ class TraceRoutes(Strategy):
         """Return the counts of repeated rows and ambiguous segments, and the agreement."""
         return {
             "rows_repeated": sum_counts("repeated", chunks),
-            "segments_ambiguous": sum_counts("rivals", chunks),
+            "segments_ambiguous": sum_counts("ambiguous", chunks),
             "agreement": None if self._agreement is None else self._agreement.report(),
         }
 

@@ -181,7 +181,7 @@ def odd_sequence(microbatch: dict[str, Any], rank: int) -> None:
 
 GROUPS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "foreign token on one rank": (foreign_token, {}, "MRR206.*position 11"),
-    "odd number of positions": (odd_chunks, {}, "MRR204.*has 7 positions"),
+    "odd number of positions": (odd_chunks, {}, r"MRR204.*\[14\] positions"),
     "odd sequence": (odd_sequence, {}, r"MRR204.*\[18, 14, 16\]"),
     "exchanged ranks": (exchanged_ranks, {}, "MRR206"),
     "not split": (not_split, {}, "MRR206"),
@@ -215,7 +215,8 @@ def contiguous(layout: ParallelSizes) -> int:
     """Place a packed row over context-parallel ranks as one stream: the session's rows, without a model that computes so."""
     from megatron.core import parallel_state
 
-    from megatron_router_replay.mcore.batches.follow import Follower, ForwardInputs
+    from megatron_router_replay.mcore.batches.follow import Follower
+    from megatron_router_replay.mcore.batches.inputs import ForwardInputs
 
     layout.initialize()
     whole = batch([4, 0, 2], "packed", ParallelSizes(), 0)

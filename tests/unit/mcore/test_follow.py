@@ -10,7 +10,7 @@ from torch import Tensor
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
-from megatron_router_replay.mcore.batches.follow import unlike
+from megatron_router_replay.mcore.batches.judge import unlike
 from tests.unit.mcore.tiny_chunk import (
     EXPERTS,
     Chunk,
@@ -177,7 +177,7 @@ def test_equal_samples_use_the_first_and_are_counted() -> None:
     like = trace_of([A, A], routes=routes)
     count, report = wrong(Chunk(), like, [[0, 1, 2, 3], [0, 1, 2, 3]], forward(A, A))
     assert (count, report.segments_ambiguous) == (0, 2)
-    message = r"MRR208: .*input_ids\[0, 3\], sequence 0: sample 0 and sample 1 .* different routes \(8 of 9 decisions"
+    message = r"MRR208: .*micro-batch 0, sequence 0: sample 0 and sample 1 .* different routes \(8 of 9 decisions"
     with pytest.raises(LayoutError, match=message):
         wrong(Chunk(), trace, [], forward(A))
     versions = [1] * 4 + [2] * 4

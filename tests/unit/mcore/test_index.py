@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from megatron_router_replay.errors import LayoutError
-from megatron_router_replay.mcore.batches.follow import PaddingEvidence, _Forward
-from megatron_router_replay.mcore.batches.index import Located, Places, PrefixIndex, locate
+from megatron_router_replay.mcore.batches.index import PrefixIndex
+from megatron_router_replay.mcore.batches.judge import PaddingEvidence
+from megatron_router_replay.mcore.batches.locate import Located, locate
+from megatron_router_replay.mcore.batches.segments import Segments
 
 Samples = list[list[int]]
 NUM_SEGMENTS = 100_000 if os.environ.get("CI_ALL") else 6_000
@@ -20,29 +22,35 @@ def index_of(samples: Samples) -> PrefixIndex:
 
 
 def find(samples: Samples, *rows: list[int], declared: list[int] | None = None, mask: object = None) -> Located:
-    """Locate a padded batch."""
-    places = Places.padded((len(rows), len(rows[0])), device=torch.device("cpu"))
+    """Locate a padded batch; the last, empty segment is left out."""
+    segments = Segments.of((len(rows), len(rows[0])))
     if mask is not None:
-        places = places.bound(torch.tensor(mask).flatten().bool())
+        segments = segments.bound(torch.tensor(mask).flatten().bool())
     padding = None if declared is None else torch.tensor(declared)
-    return locate(index_of(samples), torch.tensor(rows).flatten(), places, padding_token_ids=padding)
+    located = locate(index_of(samples), torch.tensor(rows).flatten(), segments, padding_token_ids=padding)
+    return Located(*(each[:-1] for each in located))
 
 
 def rows_of(samples: Samples, *rows: list[int], **options: object) -> tuple[list[list[int]], list[list[bool]]]:
-    places = Places.padded((len(rows), len(rows[0])), device=torch.device("cpu"))
-    located = find(samples, *rows, **options)  # type: ignore[arg-type]
-    assert located.is_explained.tolist() == [1] * len(rows)
-    found, padding = located.rows(places, located.extra)
+    segments = Segments.of((len(rows), len(rows[0])))
+    if (mask := options.pop("mask", None)) is not None:
+        segments = segments.bound(torch.tensor(mask).flatten().bool())
+    options["padding_token_ids"] = torch.tensor(declared) if (declared := options.pop("declared", None)) else None
+    located = locate(index_of(samples), torch.tensor(rows).flatten(), segments, **options)  # type: ignore[arg-type]
+    assert located.is_explained.tolist() == [1] * (len(rows) + 1)
+    found, padding = located.rows(segments, located.extra)
     padding = torch.zeros_like(found, dtype=torch.bool) if padding is None else padding
-    return places.of_rank(found, 0).tolist(), places.of_rank(padding, 0).tolist()
+    return segments.of_rank(found, 0).tolist(), segments.of_rank(padding, 0).tolist()
 
 
 def shown(located: Located, at: int = 0) -> dict[str, int]:
     """What a segment shows of the padding token: kind -> token."""
+    segment = located.segments()[at]
+    if segment.other_starts and segment.start:
+        return {"doubt": "before"}  # type: ignore[dict-item]
     evidence = PaddingEvidence()
-    side = evidence.add(located.segments()[at], _Forward("here", (1, 1), True), at)
-    kinds = {name.strip("_"): next(iter(tokens)) for name, tokens in vars(evidence).items() if tokens}
-    return kinds | ({"doubt": side} if side else {})  # type: ignore[dict-item]
+    evidence.add(segment, "here")
+    return {name: next(iter(tokens)) for name, tokens in vars(evidence).items() if tokens}
 
 
 A, B = [5, 6, 7], [5, 8]
@@ -156,19 +164,19 @@ def test_packed_sequences_with_and_without_known_lengths() -> None:
     samples, tokens = [A, B], torch.tensor([5, 6, 7, 0, 5, 8, 0, 0, 0, 0])
     cu_seqlens = torch.tensor([0, 4, 8])
     for unpadded, strong in ((None, {"strong": 0}), (cu_seqlens, {"strong": 0}), (torch.tensor([0, 3, 5]), {})):
-        places = Places.packed((1, 10), cu_seqlens, unpadded=unpadded)
-        located = locate(index_of(samples), tokens, places)
-        assert located.rows(places, located.extra)[0].tolist() == [0, 1, 2, -1, 3, 4, -1, -1, -1, -1]
+        segments = Segments.of((1, 10), cu_seqlens, unpadded=unpadded)
+        located = locate(index_of(samples), tokens, segments)
+        assert located.rows(segments, located.extra)[0].tolist() == [0, 1, 2, -1, 3, 4, -1, -1, -1, -1]
         assert [shown(located, at) for at in range(3)] == [{}, strong, {}]
         assert located.is_explained.tolist() == [1, 1, 1]
 
 
 def test_restarts_of_positions_are_segments() -> None:
-    places = Places.padded((2, 6), device=torch.device("cpu"))
+    segments = Segments.of((2, 6))
     positions = torch.tensor([[0, 1, 2, 0, 1, 0], [1, 1, 0, 1, 2, 0]])
     tokens = torch.tensor([[5, 6, 7, 5, 8, 9], [9, 9, 5, 6, 7, 9]])
-    cut = places.cut(positions.flatten())
-    assert cut.begin.tolist() == [0, 3, 5, 6, 8, 11]
+    cut = segments.cut(positions.flatten())
+    assert cut.begin.tolist() == [0, 3, 5, 6, 8, 11, 12]
     located = locate(index_of([A, B]), tokens.flatten(), cut)
     assert located.rows(cut, located.extra)[0].view(2, 6).tolist() == [[0, 1, 2, 3, 4, -1], [-1, -1, 0, 1, 2, -1]]
 
@@ -185,24 +193,19 @@ def test_ranks_of_context_parallelism_hold_what_the_split_gives_them(
     flat = torch.arange(32 if is_packed else 64).view(1 if is_packed else 2, -1)
     split = {"cp_size": cp_size, "cu_seqlens_padded": cu_seqlens, "style": partition}
     parts = [split_context_parallel(flat, cp_rank=rank, **split) for rank in range(cp_size)]  # type: ignore[arg-type]
-    shape, options = tuple(parts[0].shape), {"cp_size": cp_size, "partition": partition}
-    if cu_seqlens is None:
-        places = Places.padded(shape, device=torch.device("cpu"), **options)  # type: ignore[arg-type]
-    else:
-        places = Places.packed(shape, cu_seqlens, **options)  # type: ignore[arg-type]
+    segments = Segments.of(parts[0].shape, cu_seqlens, cp_size=cp_size, partition=partition)  # type: ignore[arg-type]
     if cp_size > 1:
-        assert places.flat is not None
-        assert places.flat.tolist() == [part.flatten().tolist() for part in parts]
-        assert places.by_rank(places.flat[1, 3:5]).tolist() == [parts[1].numel() + 3, parts[1].numel() + 4]
-    joined = places.in_order(torch.stack([part.flatten() for part in parts]))
+        assert segments.flat is not None
+        assert segments.flat.tolist() == [part.flatten().tolist() for part in parts]
+    joined = segments.in_order(torch.stack([part.flatten() for part in parts]))
     assert joined.tolist() == list(range(flat.numel()))
-    assert torch.equal(places.of_rank(joined, cp_size - 1), parts[-1])
+    assert torch.equal(segments.of_rank(joined, cp_size - 1), parts[-1])
 
 
 def test_cu_seqlens_that_do_not_fit_raise() -> None:
     for bad, cp_size in (([0, 4, 40], 1), ([1, 4], 1), ([0, 6, 4], 1), ([0, 6, 8], 2)):
         with pytest.raises(LayoutError, match="MRR204"):
-            Places.packed((1, 8 // cp_size), torch.tensor(bad), cp_size=cp_size)
+            Segments.of((1, 8 // cp_size), torch.tensor(bad), cp_size=cp_size)
 
 
 def test_an_empty_trace_and_empty_samples() -> None:
@@ -289,8 +292,8 @@ def test_random_segments_are_read_as_a_search_of_all_readings_does(how: str) -> 
         if how == "packed":
             padded = [segment + [0] * rng.randint(0, 3) for segment in segments]
             cu_seqlens = torch.tensor([0, *map(len, padded)]).cumsum(0)
-            places = Places.packed((1, int(cu_seqlens[-1])), cu_seqlens)
-            located = locate(index, torch.tensor([t for s in padded for t in s]), places, padding_token_ids=ZERO)
+            layout = Segments.of((1, int(cu_seqlens[-1])), cu_seqlens)
+            located = locate(index, torch.tensor([t for s in padded for t in s]), layout, padding_token_ids=ZERO)
             for at, segment in enumerate(padded):
                 seen[check(samples, segment, located, at, padding={0}, bound=None, left=False)] += 1
             continue
@@ -298,16 +301,16 @@ def test_random_segments_are_read_as_a_search_of_all_readings_does(how: str) -> 
         left = how == "declared" and rng.random() < 0.5
         filler = [[0] * (length - len(segment)) for segment in segments]
         padded = [f + s if left else s + f for s, f in zip(segments, filler)]
-        places = Places.padded((len(padded), length), device=torch.device("cpu"))
+        layout = Segments.of((len(padded), length))
         tokens = torch.tensor(padded, dtype=torch.int64).flatten()
         if how == "bounded":
             mask = torch.tensor([[False] * len(s) + [True] * len(f) for s, f in zip(segments, filler)]).flatten()
-            located = locate(index, tokens, places.bound(mask))
+            located = locate(index, tokens, layout.bound(mask))
             for at, segment in enumerate(segments):
                 bound = len(segment)
                 seen[check(samples, padded[at], located, at, padding=set(), bound=bound, left=False)] += 1
             continue
-        located = locate(index, tokens, places, padding_token_ids=ZERO)
+        located = locate(index, tokens, layout, padding_token_ids=ZERO)
         for at, segment in enumerate(padded):
             seen[check(samples, segment, located, at, padding={0}, bound=None, left=True)] += 1
     assert seen["found"] > NUM_SEGMENTS // 10
@@ -322,10 +325,10 @@ def test_long_segments_and_a_large_trace() -> None:
     lengths = [5000, 1, 33, 32, 31, 1024, 3000]
     tokens = torch.randint(1000, (sum(lengths),), generator=generator)
     index, bounds = PrefixIndex(tokens, lengths), torch.tensor([0, *lengths]).cumsum(0)
-    places = Places.packed((1, tokens.numel()), bounds)
-    located = locate(index, tokens, places)
-    assert torch.equal(located.rows(places, located.extra)[0], torch.arange(tokens.numel()))
+    segments = Segments.of((1, tokens.numel()), bounds)
+    located = locate(index, tokens, segments)
+    assert torch.equal(located.rows(segments, located.extra)[0], torch.arange(tokens.numel()))
     for cut in (1, 31, 32, 33, 4999):
-        places = Places.padded((1, cut), device=torch.device("cpu"))
-        located = locate(index, tokens[:cut], places)
-        assert located.rows(places, located.extra)[0].tolist() == list(range(cut))
+        segments = Segments.of((1, cut))
+        located = locate(index, tokens[:cut], segments)
+        assert located.rows(segments, located.extra)[0].tolist() == list(range(cut))

@@ -1,0 +1,174 @@
+"""Read the segments and tokens of a forward out of the call of a model chunk, over all context-parallel ranks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor, nn
+
+from megatron_router_replay.checks import as_integers
+from megatron_router_replay.errors import LayoutError
+from megatron_router_replay.mcore.batches.segments import Partition, Segments
+from megatron_router_replay.mcore.core.streams import collective_device, to_device
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardInputs:
+    """The arguments of a chunk's forward from which its tokens are read.
+
+    Args:
+        input_ids: [b, s] integers; None: the call has none.
+        packed_seq_params: Megatron's PackedSeqParams; None: a padded batch.
+        padding_mask: bool, True: padding; None: not given.
+        position_ids: [b, s] integers; None: not given, or of another shape.
+    """
+
+    input_ids: Tensor | None
+    packed_seq_params: Any = None
+    padding_mask: Tensor | None = None
+    position_ids: Tensor | None = None
+
+    @property
+    def bounds(self) -> Tensor | None:
+        """Return the starts of packed sequences with padding; None: a padded batch."""
+        # Positions of input_ids count padding, so the padded bounds come first.
+        names = ("cu_seqlens_q_padded", "cu_seqlens_q")
+        return next((each for name in names if (each := getattr(self.packed_seq_params, name, None)) is not None), None)
+
+
+@lru_cache(maxsize=16)  # every micro-batch reads the same signature
+def _signature(forward: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(forward)
+
+
+def read_inputs(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> ForwardInputs:
+    """Return the ForwardInputs of a call of a module, by name or by position."""
+    signature = _signature(type(module).forward)
+    try:
+        named = signature.bind_partial(module, *args, **kwargs).arguments
+    except TypeError:  # the forward itself raises it
+        named = dict(kwargs)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            named = named | named.get(name, {})
+    ids, position_ids = named.get("input_ids"), named.get("position_ids")
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_nested or ids.dim() not in (1, 2):
+        ids = None
+    if ids is not None and ids.dim() == 1:
+        ids = ids.unsqueeze(0)
+    # Of another shape, such as M-RoPE's [3, b, s], `Segments.cut` cannot read them.
+    if not isinstance(position_ids, Tensor) or ids is None or position_ids.shape != ids.shape:
+        position_ids = None
+    return ForwardInputs(
+        input_ids=ids,
+        packed_seq_params=named.get("packed_seq_params"),
+        padding_mask=named.get("padding_mask"),
+        position_ids=position_ids,
+    )
+
+
+def context_parallel_group(module: nn.Module, packed: Any) -> dist.ProcessGroup | None:
+    """Return the ranks that share a forward's sequences; None: this rank has all.
+
+    Raises:
+        LayoutError: the size of the group changes from micro-batch to micro-batch, and the group is not given.
+    """
+    group, size = getattr(packed, "cp_group", None), getattr(packed, "local_cp_size", None)
+    # Megatron's dynamic context parallelism: the model's group has another size than this micro-batch's.
+    if size is not None and group is None and int(size) != 1:
+        raise LayoutError(
+            f"MRR204: packed_seq_params have local_cp_size={int(size)} and no cp_group: which ranks share these sequences is "
+            "not known. Set packed_seq_params.cp_group."
+        )
+    if group is None and size is None:
+        collection = getattr(module, "pg_collection", None)
+        group = getattr(collection, "cp", None) if collection is not None else getattr(module, "cp_group", None)
+        if group is None and collection is None and parallel_state.is_initialized():
+            group = parallel_state.get_context_parallel_group(check_initialized=False)
+    return None if group is None or group.size() == 1 else group
+
+
+def received_shape(module: nn.Module) -> tuple[int, int] | None:
+    """Return [b, s] of a later stage's hidden states; None: this stage embeds tokens."""
+    hidden = getattr(getattr(module, "decoder", None), "input_tensor", None)  # [s, b, h]
+    if getattr(module, "pre_process", True) or not isinstance(hidden, Tensor):
+        return None
+    config: Any = module.config
+    # Sequence parallelism splits s over the tensor-parallel ranks.
+    split = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    return int(hidden.shape[1]), int(hidden.shape[0]) * split
+
+
+class TokenReader:
+    """Read the segments and tokens of forwards over all context-parallel ranks.
+
+    Args:
+        padding_token_ids: the tokens of padding; None: not declared.
+        cp_partition_mode: how context-parallel ranks share sequences; None: that of packed_seq_params, else zigzag.
+    """
+
+    def __init__(self, *, padding_token_ids: Sequence[int] | None, cp_partition_mode: Partition | None) -> None:
+        if cp_partition_mode not in (None, "zigzag", "contiguous"):
+            raise LayoutError(f"MRR101: cp_partition_mode={cp_partition_mode!r} must be 'zigzag' or 'contiguous'.")
+        self._padding: Tensor | None = None
+        if padding_token_ids is not None:
+            # torch would make a float tensor of an empty list.
+            given = padding_token_ids if len(padding_token_ids) else torch.empty(0, dtype=torch.int64)
+            self._padding = as_integers(given, "padding_token_ids").reshape(-1).to(torch.int64)
+        self._partition = cp_partition_mode
+
+    def padding_on(self, device: torch.device) -> Tensor | None:
+        """Return the declared padding tokens on a device; None: none are."""
+        return None if self._padding is None else to_device(self._padding, device)
+
+    def segments_of(
+        self, inputs: ForwardInputs, shape: tuple[int, int], group: dist.ProcessGroup | None, device: torch.device
+    ) -> Segments:
+        """Return the Segments of a forward, without lengths of a padding mask.
+
+        Args:
+            shape: [b, s] of this rank.
+            group: the context-parallel ranks; None: this rank has all.
+        """
+        size = 1 if group is None else group.size()
+        partition: Any = self._partition or getattr(inputs.packed_seq_params, "cp_partition_mode", None) or "zigzag"
+        chunk = getattr(inputs.packed_seq_params, "zigzag_cp_min_chunk_size", None)
+        if partition not in ("zigzag", "contiguous") or (size > 1 and chunk):
+            raise LayoutError(
+                f"MRR204: cannot place the positions of context-parallel ranks under cp_partition_mode={partition!r}, "
+                f"zigzag_cp_min_chunk_size={chunk}: supported are 'zigzag' without a chunk size and 'contiguous'."
+            )
+        unpadded = getattr(inputs.packed_seq_params, "cu_seqlens_q", None)
+        return Segments.of(shape, inputs.bounds, unpadded=unpadded, device=device, cp_size=size, partition=partition)
+
+    def read(
+        self, inputs: ForwardInputs, group: dist.ProcessGroup | None, device: torch.device
+    ) -> tuple[Segments, Tensor]:
+        """Return the Segments of a forward, and the tokens of all ranks in flat order, [total] int64."""
+        ids = inputs.input_ids
+        assert ids is not None, "checked"
+        # Packed sequences have bounds, so position_ids cut rows of a padded batch alone.
+        mask, positions = inputs.padding_mask, inputs.position_ids if inputs.bounds is None else None
+        if mask is not None and mask.numel() != ids.numel():
+            mask = None  # of another layout than the tokens
+        segments = self.segments_of(inputs, (int(ids.shape[0]), int(ids.shape[1])), group, device)
+        columns = [each.reshape(1, -1) for each in (ids, mask, positions) if each is not None]
+        if group is not None:
+            # One collective, of 4 to 12 bytes a token: then every rank has whole sequences, and all decide alike.
+            sent = torch.cat([each.to(torch.int32) for each in columns]).to(collective_device(group))
+            parts = [torch.empty_like(sent) for _ in range(group.size())]
+            dist.all_gather(parts, sent, group=group)
+            columns = list(torch.stack(parts, dim=1))
+        flat = [segments.in_order(each.to(device)) for each in columns]
+        if positions is not None:
+            segments = segments.cut(flat[-1])
+        if mask is not None:
+            segments = segments.bound(flat[1] != 0)
+        return segments, flat[0].to(torch.int64)
