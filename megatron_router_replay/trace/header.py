@@ -74,7 +74,9 @@ class TraceFormat:
 
     def empty(self, num_rows: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """Return uninitialised memory for rows: topk_indices [num_rows, num_layers, topk] and the values per token."""
-        ids = torch.empty((num_rows, len(self.layer_numbers), self.topk), dtype=index_dtype(self.num_experts), device=device)
+        ids = torch.empty(
+            (num_rows, len(self.layer_numbers), self.topk), dtype=index_dtype(self.num_experts), device=device
+        )
         per_token = {name: torch.empty(num_rows, dtype=dtype, device=device) for name, dtype in self.per_token.items()}
         return {"topk_indices": ids, **per_token}
 

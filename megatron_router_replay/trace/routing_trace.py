@@ -386,6 +386,11 @@ class RoutingTrace:
         """Return the trace with its tensors on `device`."""
         return self._with(**{name: tensor.to(device) for name, tensor in self._tensors()})
 
+    def clone(self) -> RoutingTrace:
+        """Return the trace with its tensors in memory of their own."""
+        copies = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in self._tensors()}
+        return self._with(**copies)
+
     def _rows(self, index: slice | Tensor, **metadata: Any) -> RoutingTrace:
         return self._with(**{name: tensor[index] for name, tensor in self._tensors()}, **metadata)
 

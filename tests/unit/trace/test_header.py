@@ -1,7 +1,6 @@
 """What kind of trace this is: fields, checks, bytes and JSON."""
 
 import pytest
-import torch
 
 from megatron_router_replay.errors import TraceError
 from megatron_router_replay.trace import RoutingTrace
