@@ -34,23 +34,26 @@ def inspect(
             text = _steps_text(values)
         else:
             with progress("reading") as on_rows:
-                values = _trace(path, step, run, on_rows)
+                values = _trace(path, next(iter(steps), None) if step is None else step, run, on_rows)
             text = _trace_text(values)
         emit(text, values, as_json=as_json)
 
 
 def _step(step: int, runs: dict[str, dict[int, Path]]) -> dict[str, Any]:
-    from megatron_router_replay.diagnostics.source import open_source
+    from megatron_router_replay.store.atomic import naming
+    from megatron_router_replay.store.file import read_header
 
-    paths = [path for ranks in runs.values() for path in ranks.values()]
-    sources = [open_source(path) for path in paths]
+    paths, headers = [path for ranks in runs.values() for path in ranks.values()], []
+    for path in paths:
+        with naming(path, "read"):
+            headers.append(read_header(path))
     return {
         "step": step,
         "runs": list(runs),
         "ranks": len({rank for ranks in runs.values() for rank in ranks}),
         "parts": len(paths),
-        "num_tokens": max((source.num_tokens for source in sources), default=0),
-        "layer_numbers": sorted({number for source in sources for number in source.layer_numbers}),
+        "num_tokens": max(header.num_tokens for header in headers),
+        "layer_numbers": sorted({number for header in headers for number in header.layer_numbers}),
         # A run that is still going on may replace a part between its listing and this line.
         "bytes": sum(path.stat().st_size for path in paths if path.exists()),
     }

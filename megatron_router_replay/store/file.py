@@ -22,6 +22,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -120,13 +121,17 @@ def map_trace(path: Path) -> RoutingTrace:
     return _read(path, copy=False)
 
 
+def read_header(path: Path) -> TraceHeader:
+    """Return the header of a trace file, whose checksum was compared; errors as of `map_trace`."""
+    check_regular(path)
+    with safe_open(path, "pt") as file:
+        return _header(file)[0]
+
+
 def _read(path: Path, *, copy: bool) -> RoutingTrace:
     check_regular(path)
     with safe_open(path, "pt") as file:
-        metadata = (file.metadata() or {}).get(FORMAT)
-        if metadata is None:
-            raise StoreError(f"MRR502: it is a safetensors file without the metadata {FORMAT!r}: it is no trace file.")
-        header, checksums = _read_header(metadata)
+        header, checksums = _header(file)
         values = {}
         for name, like in header.empty(0).items():
             mapped = file.get_slice(name)[:]  # not read yet
@@ -144,8 +149,11 @@ def _read(path: Path, *, copy: bool) -> RoutingTrace:
     )
 
 
-def _read_header(metadata: str) -> tuple[TraceHeader, dict[str, str]]:
-    """Return the header and the checksums that it names."""
+def _header(file: Any) -> tuple[TraceHeader, dict[str, str]]:
+    """Return the header of an open file, and the checksums of its tensors."""
+    metadata = (file.metadata() or {}).get(FORMAT)
+    if metadata is None:
+        raise StoreError(f"MRR502: it is a safetensors file without the metadata {FORMAT!r}: it is no trace file.")
     try:
         values = json.loads(metadata)
         if values["version"] != VERSION:
