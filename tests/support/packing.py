@@ -1,5 +1,7 @@
 """Sequences as a padded batch [b, s] or one packed row [1, total]."""
 
+from math import lcm
+
 import torch
 from torch.nn.functional import pad
 
@@ -28,7 +30,6 @@ def pack_sequences(sequences, *, fill, multiple=1, total=0):
 
 
 def pack_rows(lengths, *, multiple=1, total_multiple=1):
-    padded = sum(-(-length // multiple) * multiple for length in lengths)
-    return pack_sequences(
-        numbered(lengths), fill=-1, multiple=multiple, total=-(-padded // total_multiple) * total_multiple
-    )
+    total = sum(-(-length // multiple) * multiple for length in lengths)
+    both = lcm(multiple, total_multiple)
+    return pack_sequences(numbered(lengths), fill=-1, multiple=multiple, total=-(-total // both) * both)

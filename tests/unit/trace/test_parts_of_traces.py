@@ -54,7 +54,7 @@ def test_traces_of_different_models_or_metadata_do_not_concatenate():
     with pytest.raises(TraceError, match="num_experts"):
         concat_traces([make(), make(num_experts=8)])
     with pytest.raises(TraceError, match="trace 0 has token_ids, trace 1 has none"):
-        concat_traces([make(token_ids=[1, 2, 3]), make()])
+        concat_traces([make(token_ids=[1, 2, 3]), make(ROUTES[:1])])
     with pytest.raises(TraceError, match="at least one"):
         concat_traces([])
 
