@@ -106,7 +106,7 @@ class RolloutBatch:
 
 
 def pack_sequences(
-    sequences: Sequence[Tensor], *, fill: float, multiple: int, total: int = 0
+    sequences: Sequence[Tensor], *, fill: float, multiple: int, total: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return sequences as one row [1, total], each padded to a multiple, and where they start, unpadded and padded.
 
@@ -114,7 +114,9 @@ def pack_sequences(
     """
     lengths = [len(sequence) for sequence in sequences]
     padded = [-(-length // multiple) * multiple for length in lengths]
-    padded[-1] += max(0, total - sum(padded))
+    if sum(padded) > total:
+        raise ValueError(f"samples of {lengths} tokens do not fit into {total} positions: max_tokens is too small.")
+    padded[-1] += total - sum(padded)
     row = torch.cat([pad(values, (0, size - len(values)), value=fill) for values, size in zip(sequences, padded)])
     unpadded, bounds = (torch.tensor([0, *sizes]).cumsum(0).to(torch.int32) for sizes in (lengths, padded))
     return row.unsqueeze(0), unpadded, bounds
