@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from examples.grpo.rollout import Text
-from megatron_router_replay.layout import number_rows, split_context_parallel
-from megatron_router_replay.layout.rows import pack_sequences
+from megatron_router_replay.layout import split_context_parallel
 from megatron_router_replay.testing import ParallelSizes
 
 Microbatch = dict[str, Any]
@@ -30,8 +30,9 @@ class RolloutBatch:
 
     def __init__(self, samples: Sequence[Text], advantages: Tensor, own: Sequence[int] | None = None) -> None:
         self.samples = samples
-        self.rows = number_rows([len(sample.token_ids) for sample in samples])
-        self.num_rows = sum(map(len, self.rows))
+        lengths = [len(sample.token_ids) for sample in samples]
+        self.num_rows = sum(lengths)
+        self.rows = torch.arange(self.num_rows).split(lengths)
         self.own = range(len(samples)) if own is None else own
         self.loss_mask = self._predicting([sample.generated.float() for sample in samples])
         self.rollout_logprobs = self._predicting([sample.logprobs for sample in samples])
@@ -76,11 +77,11 @@ class RolloutBatch:
             for name in fields[0]:
                 values = [field[name] for field in fields]
                 fill = {"labels": -100, "is_padding": True}.get(name, 0)
-                packed = pack_sequences(values, fill=fill, sequence_multiple=multiple, total_length=total)
+                row, unpadded, bounds = pack_sequences(values, fill=fill, multiple=multiple, total=total)
                 batch[name] = split_context_parallel(
-                    packed.values, cp_rank=cp_rank, cp_size=layout.cp_size, cu_seqlens_padded=packed.cu_seqlens_padded
+                    row, cp_rank=cp_rank, cp_size=layout.cp_size, cu_seqlens_padded=bounds
                 )
-            batch["packed_seq_params"] = _packed_seq_params(packed.cu_seqlens, packed.cu_seqlens_padded)
+            batch["packed_seq_params"] = _packed_seq_params(unpadded, bounds)
             result.append(batch)
         return result
 
@@ -102,6 +103,23 @@ class RolloutBatch:
 
     def _predicting(self, by_token: Sequence[Tensor]) -> Tensor:
         return torch.cat([torch.cat([values[1:], values.new_zeros(1)]) for values in by_token])
+
+
+def pack_sequences(
+    sequences: Sequence[Tensor], *, fill: float, multiple: int, total: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return sequences as one row [1, total], each padded to a multiple, and where they start, unpadded and padded.
+
+    The last sequence takes the rest of `total`: positions of no sequence would be one of their own to attention.
+    """
+    lengths = [len(sequence) for sequence in sequences]
+    padded = [-(-length // multiple) * multiple for length in lengths]
+    if sum(padded) > total:
+        raise ValueError(f"samples of {lengths} tokens do not fit into {total} positions: max_tokens is too small.")
+    padded[-1] += total - sum(padded)
+    row = torch.cat([pad(values, (0, size - len(values)), value=fill) for values, size in zip(sequences, padded)])
+    unpadded, bounds = (torch.tensor([0, *sizes]).cumsum(0).to(torch.int32) for sizes in (lengths, padded))
+    return row.unsqueeze(0), unpadded, bounds
 
 
 def _packed_seq_params(unpadded: Tensor, bounds: Tensor) -> Any:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from megatron_router_replay.cli.output import Json, Step, emit, progress, reporting_errors
 from megatron_router_replay.tables import Table, number_words, percent, printable
-
-if TYPE_CHECKING:
-    from megatron_router_replay.store import TraceStore
 
 
 def inspect(
@@ -26,31 +23,39 @@ def inspect(
     with reporting_errors():
         from megatron_router_replay.store import TraceStore
 
-        store = TraceStore(path, run=run)
-        steps = store.steps() if path.is_dir() else []
-        steps = [number for number in steps if run in (None, *store.runs(number))]
+        files = TraceStore(path, run=run).files()
+        # The runs of each step, or the run that was named.
+        steps = {
+            number: {name: runs[name] for name in sorted(runs) if run in (None, name)} for number, runs in files.items()
+        }
+        steps = {number: runs for number, runs in sorted(steps.items()) if runs}
         if len(steps) > 1 and step is None:
-            values = {"kind": "store", "path": str(path), "steps": [_step(store, number) for number in steps]}
+            values = {"kind": "store", "path": str(path), "steps": [_step(*each) for each in steps.items()]}
             text = _steps_text(values)
         else:
             with progress("reading") as on_rows:
-                values = _trace(path, step, run, on_rows)
+                values = _trace(path, next(iter(steps), None) if step is None else step, run, on_rows)
             text = _trace_text(values)
         emit(text, values, as_json=as_json)
 
 
-def _step(store: TraceStore, step: int) -> dict[str, Any]:
-    runs = store.runs(step) if store.run is None else [store.run]
-    parts = [part for run in runs for part in store.parts(step, run=run)]
+def _step(step: int, runs: dict[str, dict[int, Path]]) -> dict[str, Any]:
+    from megatron_router_replay.store.atomic import naming
+    from megatron_router_replay.store.file import read_header
+
+    paths, headers = [path for ranks in runs.values() for path in ranks.values()], []
+    for path in paths:
+        with naming(path, "read"):
+            headers.append(read_header(path))
     return {
         "step": step,
-        "runs": runs,
-        "ranks": len({part.rank for part in parts}),
-        "parts": len(parts),
-        "num_tokens": max((part.num_tokens for part in parts), default=0),
-        "layer_numbers": sorted({number for part in parts for number in part.layer_numbers}),
+        "runs": list(runs),
+        "ranks": len({rank for ranks in runs.values() for rank in ranks}),
+        "parts": len(paths),
+        "num_tokens": max(header.num_tokens for header in headers),
+        "layer_numbers": sorted({number for header in headers for number in header.layer_numbers}),
         # A run that is still going on may replace a part between its listing and this line.
-        "bytes": sum(part.path.stat().st_size for part in parts if part.path.exists()),
+        "bytes": sum(path.stat().st_size for path in paths if path.exists()),
     }
 
 
@@ -95,7 +100,7 @@ def _trace(path: Path, step: int | None, run: str | None, on_rows: Any) -> dict[
     return {
         "kind": "trace",
         "path": str(path),
-        "bytes": sum(Path(file).stat().st_size for file in source.provenance.files),
+        "bytes": sum(file.stat().st_size for file in source.files),
         "num_tokens": source.num_tokens,
         "rows_with_route": routed,
         "missing_share": 1 - routed / source.num_tokens if source.num_tokens else 0.0,

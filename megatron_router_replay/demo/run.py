@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from megatron_router_replay import engines
 from megatron_router_replay.demo.checkpoint import write_checkpoint
 from megatron_router_replay.demo.ranks import watched_step
 from megatron_router_replay.diagnostics import logprob_mismatch
-from megatron_router_replay.layout.rows import number_rows, pad_sequences
 from megatron_router_replay.testing import ParallelSizes, run_ranks
 from megatron_router_replay.trace import RoutingTrace
 
@@ -115,8 +115,9 @@ def make_microbatches(trace: RoutingTrace, prompt_lengths: list[int]) -> list[di
         fields["labels"].append(tokens.roll(-1))
         fields["loss_mask"].append(loss_mask)
         fields["position_ids"].append(torch.arange(len(tokens)))
-    batch = {name: pad_sequences(values, fill=0) for name, values in fields.items()}
-    batch["rows"] = pad_sequences(number_rows([len(tokens) for tokens in fields["tokens"]]), fill=-1)
+    batch = {name: pad_sequence(values, batch_first=True) for name, values in fields.items()}
+    rows = torch.split(torch.arange(trace.num_tokens), [len(tokens) for tokens in fields["tokens"]])
+    batch["rows"] = pad_sequence(list(rows), batch_first=True, padding_value=-1)
     parts = {name: torch.split(values, SAMPLES_PER_MICROBATCH) for name, values in batch.items()}
     return [dict(zip(parts, values)) for values in zip(*parts.values())]
 

@@ -14,8 +14,13 @@ from megatron_router_replay.lazy import lazy_names
 
 if TYPE_CHECKING:
     from megatron_router_replay.diagnostics.diff import diff_traces
-    from megatron_router_replay.diagnostics.metrics import logprob_mismatch, mismatch_by_routes
+    from megatron_router_replay.diagnostics.metrics import logprob_mismatch
 
-__all__ = ["diff_traces", "logprob_mismatch", "mismatch_by_routes"]
+__all__ = ["diff_traces", "logprob_mismatch"]
 
-__getattr__, __dir__ = lazy_names(__name__, {name: "diff" if name == "diff_traces" else "metrics" for name in __all__})
+_WITHDRAWN = {
+    "mismatch_by_routes": "compare logprob_mismatch of a live and of a replayed forward; rounding stays under replay."
+}
+__getattr__, __dir__ = lazy_names(
+    __name__, {"diff_traces": "diff", "logprob_mismatch": "metrics"}, withdrawn=_WITHDRAWN
+)

@@ -27,26 +27,6 @@ _AT_ONCE = 1 << 14  # decisions counted at a time, so that their columns stay in
 _BLOCK_ROWS = 1024  # rows of a block
 
 
-def shared_experts(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many experts two blocks of routes share, decision by decision.
-
-    Args:
-        a, b: [num_tokens, num_layers, topk], the same dtype, distinct ids in each row.
-
-    Returns:
-        (overlap [num_tokens, num_layers] uint8 or int16, 0..topk; same_order [num_tokens, num_layers] bool).
-    """
-    # The widest integer that divides a row of ids: a few long comparisons replace many short ones.
-    itemsize = gcd(a.shape[2] * a.element_size(), 8)
-    wide = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[itemsize]
-    same = (a.contiguous().view(wide) == b.contiguous().view(wide)).all(dim=2)
-    overlap = torch.full(same.shape, a.shape[2], dtype=torch.uint8 if a.shape[2] < 256 else torch.int16)
-    # Most decisions are identical; only different ones are compared as sets.
-    different = (~same).nonzero(as_tuple=True)
-    overlap[different] = torch.from_numpy(count_shared(a[different].numpy(), b[different].numpy())).to(overlap.dtype)
-    return overlap, same
-
-
 def count_shared(a: Array, b: Array) -> Array:
     """Return how many ids the rows of a and b share, [n] int16.
 
@@ -80,10 +60,13 @@ class Samples:
         sample: Array = np.searchsorted(self.starts, rows, side="right") - 1
         return sample
 
+    def at(self, row: int) -> int:
+        """Return the sample of a row."""
+        return int(self.of_rows(np.array(row)))
+
     def touched(self, first: int, last: int) -> tuple[int, ...]:
         """Return the samples that rows first..last lie in; empty if samples are unknown."""
-        one, other = self.of_rows(np.array([first, last])).tolist()
-        return tuple(range(one, min(other + 1, len(self.lengths)))) if self.known else ()
+        return tuple(range(self.at(first), min(self.at(last) + 1, len(self.lengths)))) if self.known else ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,15 +119,13 @@ class Counter:
         self.a, self.b = a, b
         self.layers = tuple(number for number in a.layer_numbers if number in b.layer_numbers)
         num_layers = len(self.layers)
-        # Without a common layer, the layers of each trace still decide which rows have a route.
-        self._read_a, self._read_b = (self.layers if num_layers else source.layer_numbers for source in (a, b))
         num_rows = max(a.num_tokens, b.num_tokens)
         self.samples = Samples(a.sequence_lengths or b.sequence_lengths, num_rows)
         longest = max(self.samples.lengths, default=0)
         self.width = max(1, -(-longest // _MAX_POSITION_BINS))
         self.bins = max(1, -(-longest // self.width))
         self.rows_compared = self.rows_only_a = self.rows_only_b = self.rows_different = 0
-        self.rows_other_token = self.rows_with_tokens = self.first_other_token = 0
+        self.rows_other_token = self.first_other_token = 0
         self.weight_versions_a: set[int] = set()
         self.weight_versions_b: set[int] = set()
 
@@ -173,7 +154,9 @@ class Counter:
 
     def add(self, start: int, stop: int) -> None:
         """Read and count rows start..stop-1 of both traces."""
-        a, b = self.a.read(start, stop, self._read_a), self.b.read(start, stop, self._read_b)
+        a, b = self.a.read(start, stop), self.b.read(start, stop)
+        if self.layers:  # without a common layer, those of each trace still decide which rows have a route
+            a, b = a.select_layers(self.layers), b.select_layers(self.layers)
         for block, versions in ((a, self.weight_versions_a), (b, self.weight_versions_b)):
             if block.weight_version is not None:
                 versions |= set(torch.unique(block.weight_version).tolist()) - {-1}  # -1 is unknown
@@ -198,7 +181,7 @@ class Counter:
         if not self.layers:
             return
         topk = self.a.topk
-        overlap, same_order = shared_experts(a.topk_indices[:rows], b.topk_indices[:rows])
+        overlap, same_order = _shared_experts(a.topk_indices[:rows], b.topk_indices[:rows])
         self.other_order += ((overlap == topk) & ~same_order & both.unsqueeze(1)).sum(dim=0)
         different = (overlap < topk) & both.unsqueeze(1)
         row, layer = different.nonzero(as_tuple=True)
@@ -223,10 +206,9 @@ class Counter:
         if len(other) and not self.rows_other_token:
             self.first_other_token = start + int(other[0])
         self.rows_other_token += len(other)
-        self.rows_with_tokens += int(known.sum())
 
     def _difference(self, a: RoutingTrace, b: RoutingTrace, start: int, row: int, layer: int) -> Difference:
-        sample = int(self.samples.of_rows(np.array(start + row)))
+        sample = self.samples.at(start + row)
         known = self.samples.known
         return Difference(
             row=start + row,
@@ -238,6 +220,26 @@ class Counter:
             token_a=_token(a, row),
             token_b=_token(b, row),
         )
+
+
+def _shared_experts(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many experts two blocks of routes share, and which decisions list them in the same order.
+
+    Args:
+        a, b: [num_tokens, num_layers, topk], the same dtype, distinct ids in each row.
+
+    Returns:
+        (overlap [num_tokens, num_layers] uint8 or int16, 0..topk; same_order [num_tokens, num_layers] bool).
+    """
+    # The widest integer that divides a row of ids: a few long comparisons replace many short ones.
+    itemsize = gcd(a.shape[2] * a.element_size(), 8)
+    wide = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[itemsize]
+    same = (a.contiguous().view(wide) == b.contiguous().view(wide)).all(dim=2)
+    overlap = torch.full(same.shape, a.shape[2], dtype=torch.uint8 if a.shape[2] < 256 else torch.int16)
+    # Most decisions are identical; only different ones are compared as sets.
+    different = (~same).nonzero(as_tuple=True)
+    overlap[different] = torch.from_numpy(count_shared(a[different].numpy(), b[different].numpy())).to(overlap.dtype)
+    return overlap, same
 
 
 def _count(counts: Tensor, index: Tensor) -> None:

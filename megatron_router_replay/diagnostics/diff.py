@@ -1,20 +1,19 @@
 """Compare two traces: differences by layer and position, and the rows of a that b's routes match.
 
 The package's docstring defines decision, agreement and overlap. Rows are global names of tokens, so traces recorded under
-different parallel layouts compare token by token. Traces are read in blocks: files larger than memory take a few hundred
-MB.
+different parallel layouts compare token by token. Files are mapped and read in blocks, so they may be larger than memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from megatron_router_replay.diagnostics.counting import Counter
 from megatron_router_replay.diagnostics.facts import find_facts
 from megatron_router_replay.diagnostics.source import TraceLike, block_rows, open_source, pair_samples
 from megatron_router_replay.diagnostics.trace_diff import TraceDiff
 from megatron_router_replay.errors import TraceError
+from megatron_router_replay.tables import number_words
 
 Progress = Callable[[int, int], None]
 """Called with (rows done, rows in all)."""
@@ -58,7 +57,7 @@ def diff_traces(
                 f"MRR107: cannot compare {name_a} with {name}={getattr(source_a, name)} and {name_b} with "
                 f"{name}={getattr(source_b, name)}: they are of different models."
             )
-    source_b = pair_samples(source_a, source_b)
+    pair_samples(source_a, source_b)
     counts = Counter(source_a, source_b)
     total, step = max(source_a.num_tokens, source_b.num_tokens), block_rows(source_a, source_b)
     for start in range(0, total, step):
@@ -74,12 +73,11 @@ def _result(counts: Counter) -> TraceDiff:
     overlap_counts = counts.partial.clone()
     # The decisions that agree are the majority and are not counted one by one.
     overlap_counts[:, -1] = counts.rows_compared - counts.different_by_layer
-    differences = counts.differences()
     return TraceDiff(
         name_a=a.name,
         name_b=b.name,
-        provenance_a=replace(a.provenance, weight_versions=tuple(sorted(counts.weight_versions_a))),
-        provenance_b=replace(b.provenance, weight_versions=tuple(sorted(counts.weight_versions_b))),
+        origin_a=_origin(a.origin, counts.weight_versions_a),
+        origin_b=_origin(b.origin, counts.weight_versions_b),
         layer_numbers=layers,
         layers_only_a=tuple(number for number in a.layer_numbers if number not in layers),
         layers_only_b=tuple(number for number in b.layer_numbers if number not in layers),
@@ -95,8 +93,12 @@ def _result(counts: Counter) -> TraceDiff:
         position_width=counts.width,
         compared_by_position=counts.by_position,
         different_by_position=counts.different_by_position.view(len(layers), counts.bins),
-        first_by_layer=min(differences, key=lambda found: (found.layer_number, found.row), default=None),
-        first_by_row=min(differences, key=lambda found: (found.row, found.layer_number), default=None),
         facts=tuple(find_facts(counts)),
-        differences=differences,
+        differences=counts.differences(),
     )
+
+
+def _origin(origin: str, weight_versions: set[int]) -> str:
+    # A trace of an asynchronous run may have many versions.
+    versions = number_words(sorted(weight_versions), most=4)
+    return f"{origin}, weights {versions}" if weight_versions else origin

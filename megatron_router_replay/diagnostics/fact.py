@@ -20,21 +20,13 @@ class Fact:
         text: one plain sentence.
         layer_numbers: its layers in b; empty: all, or none.
         rows: its first and last row in b; None: the fact is not about rows.
-        samples: the samples of these rows; empty: unknown, or the fact is not about rows.
-        offset: row r of b matches a's row r + offset; None: there is no single offset.
-        source_layers, source_samples: the layers and samples of a that `layer_numbers` and `samples` match.
-        held, decisions: how many of the decisions in these rows and layers the fact explains, and how many there are.
+        decisions: in these rows and layers.
     """
 
     kind: str
     text: str
     layer_numbers: tuple[int, ...] = ()
     rows: tuple[int, int] | None = None
-    samples: tuple[int, ...] = ()
-    offset: int | None = None
-    source_layers: tuple[int, ...] = ()
-    source_samples: tuple[int, ...] = ()
-    held: int = 0
     decisions: int = 0
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Measure the mismatch of two log-probs of the same tokens, and the part that routes explain."""
+"""Measure the mismatch of two log-probs of the same tokens."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_router_replay.diagnostics.counting import shared_experts
 from megatron_router_replay.errors import TraceError
-from megatron_router_replay.trace import RoutingTrace
 
 _ROUNDING = 0.5
 """Nats above 0 that a log-prob may come to in bf16, as the difference of a large logit and a log-sum-exp."""
@@ -78,59 +76,3 @@ def logprob_mismatch(trainer: Tensor, engine: Tensor, *, mask: Tensor | None = N
         abs_difference=float(distance.mean()),
         ratio_above_2=float((distance > math.log(2)).double().mean()),
     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MismatchByRoutes:
-    """The mismatch of log-probs, split by the routes of its tokens.
-
-    Args:
-        all_tokens: of every token.
-        same_routes: tokens whose row, and every earlier row of their sample, used the same experts in every layer: the
-            difference is arithmetic.
-        earlier_routes: their row is the same and an earlier one of their sample is not; attention reads it.
-        different_routes: their row used different experts in some layer.
-    """
-
-    all_tokens: LogprobMismatch
-    same_routes: LogprobMismatch
-    earlier_routes: LogprobMismatch
-    different_routes: LogprobMismatch
-
-
-def mismatch_by_routes(trainer: Tensor, engine: Tensor, *, a: RoutingTrace, b: RoutingTrace) -> MismatchByRoutes:
-    """Split the mismatch by "same routes, different scores" and "different routes".
-
-    Args:
-        trainer, engine: [num_tokens] log-prob of the token after each row (the row predicts it), NaN if there is none.
-        a, b: the routes of the two forwards, with the same rows and layers; one of them has the sequence_lengths.
-
-    Raises:
-        TraceError: rows or layers differ.
-    """
-    if trainer.shape != (len(a),):
-        raise TraceError(f"MRR102: log-probs must be [{len(a)}], one a row of the traces, got {list(trainer.shape)}.")
-    different = _routes_differ(a, b)
-    lengths = a.sequence_lengths or b.sequence_lengths or (len(a),)
-    # Attention reads earlier rows: a token after a row that differs had different hidden states though its routes agree.
-    earlier = torch.cat([part.cumsum(0) > 0 for part in torch.split(different, list(lengths))]) & ~different
-    masks = {
-        "all_tokens": torch.ones_like(different),
-        "same_routes": ~different & ~earlier,
-        "earlier_routes": earlier,
-        "different_routes": different,
-    }
-    return MismatchByRoutes(**{name: logprob_mismatch(trainer, engine, mask=mask) for name, mask in masks.items()})
-
-
-def _routes_differ(a: RoutingTrace, b: RoutingTrace) -> Tensor:
-    """Return which rows used a different set of experts in some layer, [num_tokens] bool; rows without a route did not.
-
-    Raises:
-        TraceError: rows, layers, num_experts or topk differ.
-    """
-    for name in ("num_tokens", "layer_numbers", "num_experts", "topk"):
-        if getattr(a, name) != getattr(b, name):
-            raise TraceError(f"MRR107: cannot compare traces with {name} {getattr(a, name)} and {getattr(b, name)}.")
-    overlap, _ = shared_experts(a.topk_indices.cpu(), b.topk_indices.cpu())
-    return (overlap < a.topk).any(dim=1) & a.replay_mask.cpu() & b.replay_mask.cpu()

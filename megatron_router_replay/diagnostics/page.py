@@ -28,14 +28,14 @@ _PAGE = """<!doctype html>
 }}
 body {{ font: 16px/1.5 system-ui, sans-serif; color: var(--text); background: var(--page); max-width: 70rem; margin: 0 auto;
   padding: 1.5rem 1rem }}
-h1 {{ font-size: 1.5rem; overflow-wrap: anywhere }}
+h1 {{ font-size: 1.5rem; overflow-wrap: anywhere }} h2 {{ font-size: 1.15rem }}
 .note {{ background: var(--note); border-left: 4px solid #e08600; padding: .5rem .8rem; margin: .5rem 0;
   overflow-wrap: anywhere }}
 .map {{ overflow-x: auto }}
 svg text {{ font: 12px system-ui, sans-serif; fill: var(--dim) }}
 rect {{ fill: var(--cell) }} rect.none {{ fill: none; stroke: var(--cell) }} rect.differ {{ fill: var(--differ) }}
 rect.differ:hover {{ stroke: var(--text); stroke-width: 2 }}
-pre {{ font-size: .85rem; white-space: pre-wrap; overflow-wrap: anywhere }}
+pre {{ font-size: clamp(.55rem, 2.4vw, .85rem); white-space: pre-wrap; overflow-wrap: anywhere }}
 footer, .dim {{ color: var(--dim); font-size: .85rem }}
 </style>
 <h1>{title}</h1>
@@ -78,7 +78,7 @@ def save_page(diff: TraceDiff, path: str | os.PathLike[str], *, title: str = "",
         verdict=verdict(diff).capitalize(),
         notes="\n".join(f'<p class="note">{escape(note[0].upper() + note[1:])}</p>' for note in notes),
         where="positions in the sample" if any(each.sample is not None for each in diff.differences) else "rows",
-        highest=_highest(diff),
+        highest=max([0, *diff.different_by_position.flatten().tolist()]),
         map=_map(diff),
         text=escape(diff_text(diff, max_layers=None)),
         version=megatron_router_replay.__version__,
@@ -86,10 +86,6 @@ def save_page(diff: TraceDiff, path: str | os.PathLike[str], *, title: str = "",
     target = Path(path)
     target.write_text(page, encoding="utf-8")
     return target
-
-
-def _highest(diff: TraceDiff) -> int:
-    return int(diff.different_by_position.max()) if diff.different_by_position.numel() else 0
 
 
 def _map(diff: TraceDiff) -> str:
@@ -111,7 +107,8 @@ def _map(diff: TraceDiff) -> str:
 
 
 def _cells(diff: TraceDiff, width: int) -> Iterator[str]:
-    compared, highest, positions = diff.compared_by_position.tolist(), max(8, _highest(diff)), diff.position_width
+    compared, positions = diff.compared_by_position.tolist(), diff.position_width
+    highest = max([8, *diff.different_by_position.flatten().tolist()])
     first: dict[tuple[int, int], Difference] = {}
     for each in diff.differences:
         place = each.row if each.position is None else each.position

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from megatron_router_replay.diagnostics.counting import Difference
 from megatron_router_replay.diagnostics.fact import Fact, plain
-from megatron_router_replay.diagnostics.source import Provenance
 from megatron_router_replay.tables import Table, percent, printable, share
 
 _MOST_FACTS = 12  # fits a screen; `diff.facts` has all
@@ -22,7 +21,7 @@ class TraceDiff:
 
     Args:
         name_a, name_b: the names of the two in texts.
-        provenance_a, provenance_b: their files, steps and weight versions.
+        origin_a, origin_b: their files, steps and weight versions, as "runs/7, step 7, 2 files, weights 6".
         layer_numbers: compared layers. layers_only_a, layers_only_b: layers of only one trace.
         topk, num_experts: of both.
         rows_compared: rows with a route in both; rows_only_a, rows_only_b: with a route in only one.
@@ -33,16 +32,14 @@ class TraceDiff:
         position_width: positions in a bin of the two below.
         compared_by_position: [bins] int64, rows compared. Positions count within samples, or all rows without samples.
         different_by_position: [num_layers, bins] int64, decisions that differ.
-        first_by_layer: the first row of the lowest layer that differs: where a deviation begins within a forward.
-        first_by_row: the lowest layer of the first row that differs.
         facts: the coverage of the traces, and which rows of a the routes of b match; empty: noise alone, or no difference.
         differences: the first decision that differs in each layer and bin of positions.
     """
 
     name_a: str
     name_b: str
-    provenance_a: Provenance
-    provenance_b: Provenance
+    origin_a: str
+    origin_b: str
     layer_numbers: tuple[int, ...]
     layers_only_a: tuple[int, ...]
     layers_only_b: tuple[int, ...]
@@ -58,8 +55,6 @@ class TraceDiff:
     position_width: int
     compared_by_position: Tensor
     different_by_position: Tensor
-    first_by_layer: Difference | None
-    first_by_row: Difference | None
     facts: tuple[Fact, ...]
     differences: tuple[Difference, ...]
 
@@ -68,9 +63,14 @@ class TraceDiff:
         return self.rows_compared * len(self.layer_numbers)
 
     @property
+    def different_by_layer(self) -> list[int]:
+        """Decisions of each layer in which the traces do not agree."""
+        counts: list[int] = self.overlap_counts[:, :-1].sum(dim=1).tolist()
+        return counts
+
+    @property
     def decisions_different(self) -> int:
-        """Decisions in which the traces do not agree."""
-        return int(self.overlap_counts[:, :-1].sum())
+        return sum(self.different_by_layer)
 
     @property
     def decisions_other_order(self) -> int:
@@ -94,21 +94,24 @@ class TraceDiff:
         return not self.decisions_different and not self.rows_other_token
 
     @property
+    def first_by_layer(self) -> Difference | None:
+        """The first row of the lowest layer that differs: where a deviation begins within a forward."""
+        return min(self.differences, key=lambda each: (each.layer_number, each.row), default=None)
+
+    @property
+    def first_by_row(self) -> Difference | None:
+        """The lowest layer of the first row that differs."""
+        return min(self.differences, key=lambda each: (each.row, each.layer_number), default=None)
+
+    @property
     def agreement_by_layer(self) -> Tensor:
         """Share of decisions that agree, [num_layers] float64. It is NaN where nothing was compared."""
         return self.overlap_counts[:, -1].double() / self.rows_compared
 
-    @property
-    def overlap_by_layer(self) -> Tensor:
-        """Mean overlap as a share of topk, [num_layers] float64. It is NaN where nothing was compared."""
-        shared = torch.arange(self.topk + 1, dtype=torch.float64) / self.topk
-        return (self.overlap_counts.double() @ shared) / self.rows_compared
-
     def to_dict(self) -> dict[str, Any]:
         """Return all but `differences` as values that `json.dumps` takes. Shares of nothing are None."""
-        derived = ("decisions", "decisions_different", "decisions_other_order", "same", "same_in_common")
-        by_layer = ("agreement_by_layer", "overlap_by_layer")
-        values: dict[str, Any] = plain(self) | {name: plain(getattr(self, name)) for name in (*derived, *by_layer)}
+        derived = [name for name, value in vars(TraceDiff).items() if isinstance(value, property)]
+        values: dict[str, Any] = plain(self) | {name: plain(getattr(self, name)) for name in derived}
         del values["differences"]
         return values
 
@@ -126,12 +129,14 @@ def diff_text(diff: TraceDiff, *, max_layers: int | None = 10, hint: str = "") -
         max_layers: how many of the layers that differ to list, those that differ most; None: list every layer.
         hint: follows the count of layers that are not listed: how to see them.
     """
-    layers = layers_table(diff, max_layers=max_layers, hint=hint)
+    layers = _layers_table(diff, max_layers, hint)
     lines = [
-        *source_lines(diff),
-        headline(diff),
-        summary_table(diff).text(),
-        *(f"  {line}" for line in first_differences(diff)),
+        printable(f"{diff.name_a}: {diff.origin_a}"),
+        printable(f"{diff.name_b}: {diff.origin_b}"),
+        f"{diff.rows_compared:,} rows with a route in both, {len(diff.layer_numbers)} layers, "
+        f"top-{diff.topk} of {diff.num_experts} experts",
+        _summary_table(diff).text(),
+        *_first_differences(diff),
         *fact_lines(diff),
         noise_words(diff),
         layers.text() if layers.rows and diff.rows_compared else "",
@@ -156,21 +161,13 @@ def verdict(diff: TraceDiff) -> str:
     return "the traces differ"
 
 
-def headline(diff: TraceDiff) -> str:
-    """Return the numbers of rows, layers and experts compared."""
-    return (
-        f"{diff.rows_compared:,} rows with a route in both, {len(diff.layer_numbers)} layers, "
-        f"top-{diff.topk} of {diff.num_experts} experts"
-    )
-
-
 def noise_words(diff: TraceDiff) -> str:
     """Return how routing differs if no fact explains it; empty if one does, or nothing differs.
 
     Rounding exchanges one expert in a near-tie. It begins near 0 and grows, because hidden states drift apart layer by
     layer. A share that jumps, or that only one layer has, has a different cause.
     """
-    different = diff.overlap_counts[:, :-1].sum(dim=1).tolist()
+    different = diff.different_by_layer
     if not any(different) or any(fact.rows is not None for fact in diff.facts):
         return ""
     one_expert = int(diff.overlap_counts[:, -2].sum()) / sum(different)
@@ -202,37 +199,17 @@ def _jump(different: list[int], shares: list[float]) -> int | None:
     return None
 
 
-def first_differences(diff: TraceDiff) -> list[str]:
-    """Return the first difference along the layers, and the first along the rows."""
+def _first_differences(diff: TraceDiff) -> list[str]:
+    """Return the first difference along the layers, and the first along the rows, as one if they are the same."""
     if diff.first_by_layer is None or diff.first_by_row is None:
         return []
+    firsts = {"lowest layer that differs": diff.first_by_layer, "first row that differs": diff.first_by_row}
     if diff.first_by_layer == diff.first_by_row:
-        return [f"first that differs: {diff.first_by_layer.text(diff.name_a, diff.name_b)}"]
-    return [
-        f"lowest layer that differs: {diff.first_by_layer.text(diff.name_a, diff.name_b)}",
-        f"first row that differs: {diff.first_by_row.text(diff.name_a, diff.name_b)}",
-    ]
+        firsts = {"first that differs": diff.first_by_layer}
+    return [f"  {words}: {each.text(diff.name_a, diff.name_b)}" for words, each in firsts.items()]
 
 
-def source_lines(diff: TraceDiff) -> list[str]:
-    """Return the origin of both traces: "trainer: runs/7, step 7, 2 files, weights 6"."""
-    return [_source(diff.name_a, diff.provenance_a), _source(diff.name_b, diff.provenance_b)]
-
-
-def _source(name: str, provenance: Provenance) -> str:
-    words = [provenance.path or ("in memory" if not provenance.files else "parts")]
-    if provenance.step is not None:
-        words.append(f"step {provenance.step}")
-    if len(provenance.files) > 1:
-        words.append(f"{len(provenance.files)} files")
-    if versions := provenance.weight_versions:
-        # A trace of an asynchronous run may have many, in increasing order.
-        shown = ", ".join(map(str, versions)) if len(versions) <= 4 else f"{versions[0]}..{versions[-1]}"
-        words.append(f"weights {shown}")
-    return printable(f"{name}: {', '.join(words)}")
-
-
-def summary_table(diff: TraceDiff) -> Table:
+def _summary_table(diff: TraceDiff) -> Table:
     """Return the counts over all layers; rare counts have a row only if they are not 0."""
     rows = []
     for name, count, layers in (
@@ -255,30 +232,25 @@ def summary_table(diff: TraceDiff) -> Table:
     return Table(words=(0, 2), rows=rows or [("decisions compared", "0", "")])
 
 
-def layers_table(diff: TraceDiff, *, max_layers: int | None = None, hint: str = "") -> Table:
-    """Return the differences layer by layer.
-
-    Args:
-        max_layers: of those that differ, list only so many, those that differ most; None: list every layer.
-        hint: follows the count of those that are not listed.
-    """
-    different = diff.overlap_counts[:, :-1].sum(dim=1).tolist()
-    differing = [i for i, count in enumerate(different) if count]
-    shown, left_out = list(range(len(different))), 0
-    if max_layers is not None:
-        shown = sorted(sorted(differing, key=lambda i: -different[i])[:max_layers])
-        left_out = len(differing) - len(shown)
-    agreement, overlap = diff.agreement_by_layer.tolist(), diff.overlap_by_layer.tolist()
+def _layers_table(diff: TraceDiff, max_layers: int | None, hint: str) -> Table:
+    """Return the differences layer by layer; see `diff_text`."""
+    different, agreement = diff.different_by_layer, diff.agreement_by_layer.tolist()
+    shared = torch.arange(diff.topk + 1) / diff.topk
+    overlap = (diff.overlap_counts.double() @ shared.double() / max(1, diff.rows_compared)).tolist()
+    most = sorted((i for i, count in enumerate(different) if count), key=lambda i: -different[i])
+    shown = range(len(different)) if max_layers is None else sorted(most[:max_layers])
+    left_out = len(most) - len(shown)
     return Table(
         head=("layer", "differ", "agreement", "overlap", "different order"),
         rows=[
             (
                 f"{diff.layer_numbers[i]}",
                 f"{different[i]:,}",
-                *("-" if value != value else percent(value) for value in (agreement[i], overlap[i])),
+                percent(agreement[i]),
+                percent(overlap[i]),
                 f"{int(diff.other_order[i]):,}",
             )
             for i in shown
         ],
-        left_out=f"{left_out} more layers differ less{hint}" if left_out else "",
+        left_out=f"{left_out} more layers differ less{hint}" if left_out > 0 else "",
     )

@@ -35,7 +35,6 @@ from megatron_router_replay.errors import StoreError
 from megatron_router_replay.store.atomic import as_path, check_regular, naming, replacing
 from megatron_router_replay.trace.header import TraceHeader
 from megatron_router_replay.trace.routing_trace import RoutingTrace
-from megatron_router_replay.trace.runs import as_slice
 
 FORMAT, VERSION = "megatron_router_replay.trace", 4
 _CHUNK_BYTES = 4 << 20  # a processor's cache has it still when it is copied
@@ -95,79 +94,79 @@ def load_trace(
     """
     path = as_path(path)
     with naming(path, "load"):
-        return Reader(path).load(layer_numbers=layer_numbers, rows=rows).to(device)
+        if layer_numbers is None and rows is None:
+            return _read(path, copy=True).to(device)
+        trace = map_trace(path)
+        if layer_numbers is not None:
+            trace = trace.select_layers(layer_numbers)
+        if rows is not None:
+            start, stop = rows.start or 0, trace.num_tokens if rows.stop is None else rows.stop
+            if rows.step not in (None, 1) or not 0 <= start <= stop <= trace.num_tokens:
+                raise StoreError(
+                    f"MRR106: it has {trace.num_tokens} tokens, not {rows}: give 0 <= start <= stop, step 1."
+                )
+            trace = trace[start:stop]
+        return trace.clone().to(device)
 
 
-class Reader:
-    """A trace file with a checked header. Each tensor is checked once, before a slice of it is returned first.
+def map_trace(path: Path) -> RoutingTrace:
+    """Return the trace in a file without a copy: its tensors are the file, mapped into memory, with compared checksums.
 
-    Attributes:
-        header: sizes and samples of the trace.
+    A file that takes the place of this one does not change the trace.
 
     Raises:
-        StoreError: no trace file, one of another version, or an altered header.
+        StoreError: no trace file, one of another version, or an altered one.
         OSError, SafetensorError: no such file, or no safetensors file.
     """
+    return _read(path, copy=False)
 
-    def __init__(self, path: Path) -> None:
-        check_regular(path)
-        self._path, self._checked = path, set[str]()
-        with safe_open(path, "pt") as file:
-            self._metadata = (file.metadata() or {}).get(FORMAT)
-        if self._metadata is None:
-            raise StoreError(f"MRR502: it is a safetensors file without the metadata {FORMAT!r}: it is no trace file.")
-        try:
-            values = json.loads(self._metadata)
-            if values["version"] != VERSION:
-                raise StoreError(
-                    f"MRR502: it has version {shown(values['version'])}; this package reads version {VERSION}."
-                )
-            self.header, self._checksums = TraceHeader.from_json(values["header"]), dict(values["checksums"])
-            names = {*self.header.empty(0)}
-            is_intact = self._checksums["header"] == _header_checksum(self.header) and names <= {*self._checksums}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise StoreError("MRR503: its header cannot be read: the file was altered.") from error
-        if not is_intact:
-            raise StoreError("MRR503: the checksum of its header is wrong: the file was altered.")
 
-    def load(self, *, layer_numbers: Sequence[int] | None = None, rows: slice | None = None) -> RoutingTrace:
-        """Return the trace, or a slice of it, in memory of its own; see `load_trace`.
+def read_header(path: Path) -> TraceHeader:
+    """Return the header of a trace file, whose checksum was compared; errors as of `map_trace`."""
+    check_regular(path)
+    with safe_open(path, "pt") as file:
+        return _header(file)[0]
 
-        Raises:
-            StoreError: a checksum is wrong; there are no such layers or rows; the file was replaced since it was opened.
-            SafetensorError: the file is truncated.
-        """
-        header = self.header
-        place = _row_slice(rows, header.num_tokens)
-        numbers = header.layer_numbers
-        if layer_numbers is not None:
-            numbers = header.select_layers(sorted(set(layer_numbers))).layer_numbers
-        columns = as_slice([header.layer_numbers.index(number) for number in numbers])
-        with safe_open(self._path, "pt") as file:
-            if (file.metadata() or {}).get(FORMAT) != self._metadata:
-                raise StoreError("MRR503: it was replaced by another file while it was read.")
-            values = {name: self._read(file, name, place) for name in header.per_token}
-            values["topk_indices"] = self._read(file, "topk_indices", place, columns)
-        return RoutingTrace.from_checked(
-            **values,
-            layer_numbers=numbers,
-            num_experts=header.num_experts,
-            sequence_lengths=header.sequence_lengths if rows is None else None,
-            sample_ids=header.sample_ids if rows is None else None,
-        )
 
-    def _read(self, file: Any, name: str, rows: slice, columns: slice | list[int] | None = None) -> Tensor:
-        """Return a copy of some rows and columns of a tensor, after its checksum was compared."""
-        tensor, like = file.get_slice(name)[:], self.header.empty(0)[name]  # a view of the file, which is not read yet
-        if tensor.dtype != like.dtype or tensor.shape != (self.header.num_tokens, *like.shape[1:]):
-            raise StoreError(f"MRR503: {name} is {list(tensor.shape)} {tensor.dtype}: its header was altered.")
-        part = tensor[rows] if columns is None else tensor[rows][:, columns]
-        copy = torch.empty(part.shape, dtype=part.dtype)
-        is_copied = name not in self._checked and part.shape == tensor.shape
-        if name not in self._checked and _checksum(tensor, copy if is_copied else None) != self._checksums[name]:
-            raise StoreError(f"MRR503: the checksum of {name} is wrong: the file was altered.")
-        self._checked.add(name)
-        return copy if is_copied else copy.copy_(part)
+def _read(path: Path, *, copy: bool) -> RoutingTrace:
+    check_regular(path)
+    with safe_open(path, "pt") as file:
+        header, checksums = _header(file)
+        values = {}
+        for name, like in header.empty(0).items():
+            mapped = file.get_slice(name)[:]  # not read yet
+            if mapped.dtype != like.dtype or mapped.shape != (header.num_tokens, *like.shape[1:]):
+                raise StoreError(f"MRR503: {name} is {list(mapped.shape)} {mapped.dtype}: its header was altered.")
+            values[name] = torch.empty_like(mapped) if copy else mapped
+            if _checksum(mapped, values[name] if copy else None) != checksums[name]:
+                raise StoreError(f"MRR503: the checksum of {name} is wrong: the file was altered.")
+    return RoutingTrace.from_checked(
+        **values,
+        layer_numbers=header.layer_numbers,
+        num_experts=header.num_experts,
+        sequence_lengths=header.sequence_lengths,
+        sample_ids=header.sample_ids,
+    )
+
+
+def _header(file: Any) -> tuple[TraceHeader, dict[str, str]]:
+    """Return the header of an open file, and the checksums of its tensors."""
+    metadata = (file.metadata() or {}).get(FORMAT)
+    if metadata is None:
+        raise StoreError(f"MRR502: it is a safetensors file without the metadata {FORMAT!r}: it is no trace file.")
+    try:
+        values = json.loads(metadata)
+        if values["version"] != VERSION:
+            raise StoreError(
+                f"MRR502: it has version {shown(values['version'])}; this package reads version {VERSION}."
+            )
+        header, checksums = TraceHeader.from_json(values["header"]), dict(values["checksums"])
+        is_intact = checksums["header"] == _header_checksum(header) and {*header.empty(0)} <= {*checksums}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StoreError("MRR503: its header cannot be read: the file was altered.") from error
+    if not is_intact:
+        raise StoreError("MRR503: the checksum of its header is wrong: the file was altered.")
+    return header, checksums
 
 
 def _checksum(tensor: Tensor, copy: Tensor | None = None) -> str:
@@ -190,11 +189,3 @@ def _checksum(tensor: Tensor, copy: Tensor | None = None) -> str:
 
 def _header_checksum(header: TraceHeader) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(header.to_json(), sort_keys=True).encode())
-
-
-def _row_slice(rows: slice | None, num_tokens: int) -> slice:
-    rows = slice(None) if rows is None else rows
-    start, stop = rows.start or 0, num_tokens if rows.stop is None else rows.stop
-    if rows.step not in (None, 1) or not 0 <= start <= stop <= num_tokens:
-        raise StoreError(f"MRR106: it has {num_tokens} tokens, not {rows}: give 0 <= start <= stop, step 1.")
-    return slice(start, stop)

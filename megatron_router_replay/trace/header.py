@@ -66,33 +66,23 @@ class TraceFormat:
         return len(self.layer_numbers)
 
     @property
-    def index_dtype(self) -> torch.dtype:
-        return index_dtype(self.num_experts)
-
-    @property
     def per_token(self) -> dict[str, torch.dtype]:
         """The tensors with a single value a row, with their dtypes, in the order of files."""
         values = {"replay_mask": torch.bool}
         values |= {"token_ids": torch.int32} if self.has_token_ids else {}
         return values | ({"weight_version": torch.int32} if self.has_weight_version else {})
 
-    def row_bytes(self, num_layers: int | None = None) -> int:
-        """Return the bytes of a row: layers * topk ids of 1 or 2 bytes, a mask byte, 4 for each optional value.
-
-        Args:
-            num_layers: of a part of the layers; default: all.
-        """
-        layers = self.num_layers if num_layers is None else num_layers
-        return layers * self.topk * self.index_dtype.itemsize + sum(dtype.itemsize for dtype in self.per_token.values())
-
-    def empty(
-        self, num_rows: int, num_layers: int | None = None, device: torch.device | str = "cpu"
-    ) -> dict[str, Tensor]:
+    def empty(self, num_rows: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """Return uninitialised memory for rows: topk_indices [num_rows, num_layers, topk] and the values per token."""
-        layers = self.num_layers if num_layers is None else num_layers
-        ids = torch.empty((num_rows, layers, self.topk), dtype=self.index_dtype, device=device)
+        ids = torch.empty(
+            (num_rows, len(self.layer_numbers), self.topk), dtype=index_dtype(self.num_experts), device=device
+        )
         per_token = {name: torch.empty(num_rows, dtype=dtype, device=device) for name, dtype in self.per_token.items()}
         return {"topk_indices": ids, **per_token}
+
+    def row_bytes(self) -> int:
+        """Return the bytes of a row: layers * topk ids of 1 or 2 bytes, a mask byte, 4 for each optional value."""
+        return sum(memory.nbytes for memory in self.empty(1).values())
 
     def select_layers(self, layer_numbers: Sequence[int]) -> TraceFormat:
         """Return the format of some of the layers.
@@ -145,8 +135,3 @@ class TraceHeader(TraceFormat):
         lengths = as_sequence_lengths(self.sequence_lengths, self.num_tokens)
         object.__setattr__(self, "sequence_lengths", lengths)
         object.__setattr__(self, "sample_ids", as_sample_ids(self.sample_ids, lengths))
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors of the trace."""
-        return self.num_tokens * self.row_bytes()

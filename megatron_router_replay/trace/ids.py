@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,6 @@ MAX_EXPERTS = 32768
 
 _CHECK_BYTES = 2 << 20
 """Bytes that a step of a check reads, whatever the size of the trace: they fit into a processor's cache."""
-
-_WORDS = {2: np.uint16, 4: np.uint32, 8: np.uint64}
-"""The unsigned word of `topk` bytes, one for each column of a route."""
 
 
 def index_dtype(num_experts: int) -> torch.dtype:
@@ -101,100 +98,57 @@ def find_invalid_routes(rows: npt.NDArray[Any], *, num_experts: int) -> InvalidR
         return outside
     # Every id is an expert's, so the narrow dtype is wide enough; comparing fewer bytes is faster.
     narrow = rows.astype(np.uint8 if num_experts <= 256 else np.int16, copy=False)
-    if has_repeats(narrow):
-        return InvalidRoutes(cause="repeated", rows=rows, invalid=repeated_routes(narrow), num_experts=num_experts)
-    return None
-
-
-def repeated_routes(rows: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Return which routes of rows [rows, layers, topk] name an expert twice, [rows, layers] bool."""
-    ordered = np.sort(rows, axis=2)
-    return np.asarray((ordered[..., 1:] == ordered[..., :-1]).any(axis=2))
+    if not has_repeats(narrow):
+        return None
+    ordered = np.sort(narrow, axis=2)
+    repeated = np.asarray((ordered[..., 1:] == ordered[..., :-1]).any(axis=2))
+    return InvalidRoutes(cause="repeated", rows=rows, invalid=repeated, num_experts=num_experts)
 
 
 def has_repeats(rows: npt.NDArray[Any]) -> bool:
     """Return whether a route of rows [rows, layers, topk] names an expert twice; meant for blocks that fit the cache.
 
-    For topk 2, 4 and 8 every id is compared with the id `step` places later, across the ends of routes too, so that
-    nothing has to be moved; a word has a route's answers, and those across its end are left out once for all routes.
-    For others the columns become contiguous planes. Both are many times faster than sorting short rows, or than the
-    same in torch, which copies such short rows slowly.
+    Each column of ids is compared with those `step` columns later. Columns are copied to contiguous planes first, which is
+    many times faster than sorting short rows, or than the same in torch, which copies such short rows slowly.
     """
     topk = rows.shape[2]
-    if topk not in _WORDS:
-        planes = np.ascontiguousarray(rows.reshape(-1, topk).T)
-        return any(bool((planes[step:] == planes[:-step]).any()) for step in range(1, topk))
-    flat = rows.reshape(-1)
-    same = np.zeros(flat.size, np.bool_)
-    for step in range(1, topk):
-        np.equal(flat[step:], flat[:-step], out=same[:-step])
-        answers = np.bitwise_or.reduce(same.view(_WORDS[topk]))
-        # Bytes beyond the first topk - step compare a route with the next one.
-        if any(answers.tobytes()[: topk - step]):
-            return True
-    return False
-
-
-def _blocks(shape: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]:
-    """Yield the first row of each block of [rows, layers, topk] and the row after its last."""
-    step = max(1, _CHECK_BYTES // max(1, shape[1] * shape[2] * itemsize))
-    for start in range(0, shape[0], step):
-        yield start, min(start + step, shape[0])
-
-
-def first_invalid(
-    indices: Tensor, *, num_experts: int, replay_mask: Tensor | None = None
-) -> tuple[InvalidRoutes, npt.NDArray[np.int64]] | None:
-    """Return the first block's routes that no router can have chosen, and the row of each entry; bounded memory.
-
-    Args:
-        indices: [num_tokens, num_layers, topk], any integer dtype, on any device.
-        replay_mask: [num_tokens] bool, False: this row is not looked at. Default: all rows are.
-    """
-    for start, stop in _blocks(indices.shape, indices.element_size()):
-        rows = indices[start:stop].cpu().numpy()
-        place = np.arange(start, stop)
-        if replay_mask is not None:
-            mask = replay_mask[start:stop].cpu().numpy()
-            if not mask.all():
-                rows, place = rows[mask], place[mask]
-        fault = find_invalid_routes(rows, num_experts=num_experts)
-        if fault is not None:
-            return fault, place
-    return None
+    planes = np.ascontiguousarray(rows.reshape(-1, topk).T)
+    return any(bool((planes[step:] == planes[:-step]).any()) for step in range(1, topk))
 
 
 def check_topk_indices(
-    indices: Tensor,
-    *,
-    num_experts: int,
-    layer_numbers: Sequence[int],
-    replay_mask: Tensor | None = None,
-    first_row: int = 0,
+    indices: Tensor, *, num_experts: int, layer_numbers: Sequence[int], replay_mask: Tensor | None = None
 ) -> None:
-    """Raise unless every id is an expert's and no row names an expert twice; arguments as of `first_invalid`.
+    """Raise unless every id is an expert's and no row names an expert twice; bounded memory.
 
     Args:
-        first_row: the number of row 0, for the message.
+        indices: [num_tokens, num_layers, topk], any integer dtype, on any device.
+        replay_mask: [num_tokens] bool, False: this row is not checked. Default: all rows are.
 
     Raises:
         TraceError: names the first layer and row at fault.
     """
-    invalid = first_invalid(indices, num_experts=num_experts, replay_mask=replay_mask)
-    if invalid is None:
-        return
-    fault, place = invalid
-    first = int(np.flatnonzero(fault.invalid.any(axis=1))[0])
-    if fault.cause == "repeated":
-        advice = (
-            "The usual cause is lost data, sent as zeros; mark rows without a route with -1 or replay_mask instead."
-        )
-    else:
-        advice = (
-            "Is num_experts right? An engine under expert load balancing may send physical ids. A row without a route "
-            "is -1 in every layer."
-        )
-    # Masked rows are left out of `rows`, so the distance to the row's own place differs from row to row.
-    raise TraceError(
-        f"MRR103: {fault.describe(layer_numbers, first_row=first_row + int(place[first]) - first)} {advice}"
-    )
+    num_tokens, num_layers, topk = indices.shape
+    step = max(1, _CHECK_BYTES // max(1, num_layers * topk * indices.element_size()))
+    for start in range(0, num_tokens, step):
+        rows = indices[start : start + step].cpu().numpy()
+        place = np.arange(start, start + len(rows))
+        if replay_mask is not None:
+            mask = replay_mask[start : start + step].cpu().numpy()
+            if not mask.all():
+                rows, place = rows[mask], place[mask]
+        fault = find_invalid_routes(rows, num_experts=num_experts)
+        if fault is None:
+            continue
+        first = int(np.flatnonzero(fault.invalid.any(axis=1))[0])
+        if fault.cause == "repeated":
+            advice = (
+                "The usual cause is lost data, sent as zeros; mark rows without a route with -1 or replay_mask instead."
+            )
+        else:
+            advice = (
+                "Is num_experts right? An engine under expert load balancing may send physical ids. A row without a "
+                "route is -1 in every layer."
+            )
+        # Masked rows are left out of `rows`, so the distance to the row's own place differs from row to row.
+        raise TraceError(f"MRR103: {fault.describe(layer_numbers, first_row=int(place[first]) - first)} {advice}")

@@ -1,4 +1,4 @@
-"""Parts that ranks recorded under any parallel layout -> one trace of all layers and rows.
+"""Join traces: those of different samples, or the parts that ranks recorded of one batch.
 
 Rows are global names of tokens, so the rows of a part's replay_mask, in its layers, are the ones that it covers.
 Pipeline stages bring other layers, data-, context- and sequence-parallel ranks other rows; a row that two ranks saw is
@@ -15,14 +15,57 @@ from torch import Tensor
 
 from megatron_router_replay.errors import TraceError, listed
 from megatron_router_replay.trace.ids import index_dtype, spread_experts
-from megatron_router_replay.trace.routing_trace import RoutingTrace, check_traces
+from megatron_router_replay.trace.routing_trace import RoutingTrace
 from megatron_router_replay.trace.runs import as_slice
 
 _BLOCK_BYTES = 16 << 20
-"""Temporary memory of a step of a merge is a few times this, in bytes."""
+"""Bytes of routes that a step of a merge reads; its temporary memory is a few times this."""
 
 UNKNOWN = -1
 """token_ids and weight_version of a row where no part has one."""
+
+
+def concat_traces(traces: Sequence[RoutingTrace]) -> RoutingTrace:
+    """Join traces of different samples, in order.
+
+    Row 0 of the second trace comes after the last row of the first. To join the parts of one batch that different ranks
+    recorded, use `merge_traces`.
+
+    The result has the metadata that every trace has. A trace without sequence_lengths counts as one sample; a trace with
+    lengths () has no samples and changes nothing.
+
+    Raises:
+        TraceError: no traces; layers, num_experts or topk differ; only some have token_ids, sample_ids or
+            weight_version.
+    """
+    names = [f"trace {i}" for i in range(len(traces))]
+    _check_same(traces, "concatenate", ("layer_numbers", "num_experts", "topk"), names)
+    # A trace without rows has as many token ids as it has rows: none.
+    have_rows = [trace.num_tokens > 0 for trace in traces]
+    values = {
+        "topk_indices": [trace.topk_indices for trace in traces],
+        "replay_mask": [trace.replay_mask for trace in traces],
+        "token_ids": _all_or_none("token_ids", traces, needed=have_rows),
+        "weight_version": _all_or_none("weight_version", traces, needed=have_rows),
+    }
+    lengths = sample_ids = None
+    if any(trace.sequence_lengths is not None for trace in traces):
+        # Not "or": the lengths () of a batch of no samples are no missing lengths.
+        per_trace = [(t.num_tokens,) if t.sequence_lengths is None else t.sequence_lengths for t in traces]
+        lengths = tuple(length for part in per_trace for length in part)
+        parts = _all_or_none("sample_ids", traces, needed=[len(part) > 0 for part in per_trace])
+        sample_ids = tuple(name for part in parts for name in part) if parts else None
+    tensors = {name: torch.cat(parts) if parts else None for name, parts in values.items()}
+    return traces[0]._with(**tensors, sequence_lengths=lengths, sample_ids=sample_ids)
+
+
+def _all_or_none(name: str, traces: Sequence[RoutingTrace], *, needed: Sequence[bool]) -> list[Any]:
+    """Return this value of every trace that has it; none have it, or all that are `needed` do."""
+    having = [i for i, trace in enumerate(traces) if getattr(trace, name) is not None]
+    missing = [i for i, trace in enumerate(traces) if getattr(trace, name) is None and needed[i]]
+    if having and missing:
+        raise TraceError(f"MRR107: cannot concatenate: trace {having[0]} has {name}, trace {missing[0]} has none.")
+    return [getattr(traces[i], name) for i in having]
 
 
 def merge_traces(
@@ -48,35 +91,32 @@ def merge_traces(
 
     Raises:
         TraceError: no parts; parts of different models; two parts recorded different experts, different tokens or
-            different weight versions for the same row; a row is missing in a layer or altogether; rows of a part were left
-            out by choice (`keep`). Names parts, rows and layers.
+            different weight versions for the same row; a row is missing in a layer or altogether. Names parts, rows and
+            layers.
     """
     names = [f"part {i}" for i in range(len(parts))] if names is None else names
-    first = _check_same_model(parts, names)
+    # A part without layers (a stage of dense layers) has no expert count.
+    with_layers = _check_same(parts, "merge", ("num_experts", "topk"), names)
+    num_experts, topk, device = with_layers.num_experts, with_layers.topk, parts[0].device
     num_tokens = max(part.num_tokens for part in parts)
     layer_numbers = tuple(sorted({number for part in parts for number in part.layer_numbers}))
-    num_layers, topk, device = len(layer_numbers), first.topk, parts[0].device
-    indices = torch.empty((num_tokens, num_layers, topk), dtype=index_dtype(first.num_experts), device=device)
-    mask = torch.zeros(num_tokens, dtype=torch.bool, device=device)
-    in_some = torch.zeros_like(mask)
-    missing = torch.zeros(num_layers, dtype=torch.int64, device=device)
-    step = max(1, _BLOCK_BYTES // max(1, num_layers * topk * indices.element_size()))
+    indices = torch.empty((num_tokens, len(layer_numbers), topk), dtype=index_dtype(num_experts), device=device)
+    seen = torch.zeros(indices.shape[:2], dtype=torch.bool, device=device)
+    step = max(1, _BLOCK_BYTES // max(1, len(layer_numbers) * topk * indices.element_size()))
+    for i in range(len(parts)):
+        _add_part(parts[: i + 1], names, layer_numbers, step, indices, seen)
+    # Of no layers at all (stages without MoE layers alone), all() would be True.
+    mask = seen.all(dim=1) & seen.any(dim=1)
+    if not allow_gaps and layer_numbers:
+        _check_no_gaps(parts, names, layer_numbers, seen, mask)
     for start in range(0, num_tokens, step):
-        rows = slice(start, min(start + step, num_tokens))
-        seen = _merge_rows(parts, names, layer_numbers, start, indices[rows])
-        # Of no layers at all (stages without MoE layers alone), all() would be True.
-        mask[rows] = seen.all(dim=1) & seen.any(dim=1)
-        in_some[rows] = seen.any(dim=1) & ~mask[rows]
-        missing += (~seen & in_some[rows].unsqueeze(1)).sum(dim=0)
-        filler = spread_experts(start, rows.stop - start, topk=topk, num_experts=first.num_experts).to(device)
-        indices[rows] = torch.where(mask[rows, None, None], indices[rows], filler.unsqueeze(1))
-    if not allow_gaps and num_layers:
-        unknown = ~mask & ~in_some & ~_known_rows(parts, num_tokens)
-        _check_no_gaps(parts, names, in_some, dict(zip(layer_numbers, missing.tolist())), unknown)
+        block = slice(start, min(start + step, num_tokens))
+        filler = spread_experts(start, block.stop - start, topk=topk, num_experts=num_experts).to(device)
+        indices[block] = torch.where(mask[block, None, None], indices[block], filler.unsqueeze(1))
     return RoutingTrace.from_checked(
         topk_indices=indices,
         layer_numbers=layer_numbers,
-        num_experts=first.num_experts,
+        num_experts=num_experts,
         replay_mask=mask,
         token_ids=_merge_per_token("token_ids", parts, names, num_tokens),
         weight_version=_merge_per_token("weight_version", parts, names, num_tokens),
@@ -85,52 +125,52 @@ def merge_traces(
     )
 
 
-def _check_same_model(parts: Sequence[RoutingTrace], names: Sequence[str]) -> RoutingTrace:
-    """Return the first part with layers; a part without layers (a stage of dense layers) has no expert count."""
-    check_traces(parts, "merge")
-    with_layers = [i for i, part in enumerate(parts) if part.num_layers] or [0]
-    first = parts[with_layers[0]]
-    for i in with_layers:
-        for name in ("num_experts", "topk"):
-            if getattr(parts[i], name) != getattr(first, name):
+def _check_same(
+    traces: Sequence[RoutingTrace], attempt: str, same: Sequence[str], names: Sequence[str]
+) -> RoutingTrace:
+    """Return the first trace that has layers; raise unless all traces with layers agree in the attributes `same`."""
+    if isinstance(traces, RoutingTrace) or not traces:
+        given = "one trace by itself" if isinstance(traces, RoutingTrace) else "no traces"
+        raise TraceError(f"MRR107: cannot {attempt} {given}: give a list, at least one is needed.")
+    for i, trace in enumerate(traces):
+        if not isinstance(trace, RoutingTrace):
+            raise TraceError(
+                f"MRR101: cannot {attempt} {type(trace).__name__} (number {i}): each must be a RoutingTrace."
+            )
+        trace.check_unchanged()
+    compared = [i for i, trace in enumerate(traces) if trace.num_layers or "layer_numbers" in same] or [0]
+    first = traces[compared[0]]
+    for i in compared:
+        for name in same:
+            if getattr(traces[i], name) != getattr(first, name):
                 raise TraceError(
-                    f"MRR107: cannot merge {names[i]} with {name}={getattr(parts[i], name)} and {names[with_layers[0]]} with "
-                    f"{name}={getattr(first, name)}: they are of different models."
+                    f"MRR107: cannot {attempt} {names[i]} with {name}={getattr(traces[i], name)} and {names[compared[0]]} "
+                    f"with {name}={getattr(first, name)}: they are of different models."
                 )
     return first
 
 
-def _known_rows(parts: Sequence[RoutingTrace], num_tokens: int) -> Tensor:
-    """Return [num_tokens] bool, True: a part has this row, with a route or without."""
-    known = torch.zeros(num_tokens, dtype=torch.bool, device=parts[0].device)
-    for part in parts:
-        if part.token_ids is not None:
-            known[: part.num_tokens] |= (part.token_ids != UNKNOWN).to(known.device)
-        if part.sequence_lengths:
-            # An engine never forwards the last token it sampled. Other rows of a sample may be those of a lost rank.
-            lengths = torch.tensor(part.sequence_lengths)
-            known[(lengths.cumsum(0) - 1)[lengths > 0].to(known.device)] = True
-    return known
-
-
-def _merge_rows(
-    parts: Sequence[RoutingTrace], names: Sequence[str], layer_numbers: tuple[int, ...], start: int, merged: Tensor
-) -> Tensor:
-    """Write the parts' rows from `start` on to `merged` [rows, layers, topk]; return the seen routes, [rows, layers]."""
-    seen = torch.zeros(merged.shape[:2], dtype=torch.bool, device=merged.device)
-    for i, part in enumerate(parts):
-        rows = slice(start, min(start + len(merged), part.num_tokens))
-        recorded = part.replay_mask[rows].to(merged.device).unsqueeze(1)
-        routes = part.topk_indices[rows].to(merged.device)
-        place = slice(0, len(recorded)), as_slice([layer_numbers.index(number) for number in part.layer_numbers])
-        before, known = merged[place], seen[place]
+def _add_part(
+    parts: Sequence[RoutingTrace],
+    names: Sequence[str],
+    layer_numbers: tuple[int, ...],
+    step: int,
+    merged: Tensor,
+    seen: Tensor,
+) -> None:
+    """Write the routes of the last part to `merged` [num_tokens, layers, topk] where `seen` [num_tokens, layers] is False."""
+    part, device = parts[-1], merged.device
+    columns = as_slice([layer_numbers.index(number) for number in part.layer_numbers])
+    for start in range(0, part.num_tokens, step):
+        rows = slice(start, min(start + step, part.num_tokens))
+        recorded, routes = part.replay_mask[rows].to(device).unsqueeze(1), part.topk_indices[rows].to(device)
+        before, known = merged[rows, columns], seen[rows, columns]
         different = (known & recorded & (before != routes).any(dim=2)).nonzero()
         if len(different):
-            _check_same_sets(parts[: i + 1], names, different, start, before, routes)
-        # Where nothing was known before, what lies in `merged` may be overwritten: unused rows are filled afterwards.
-        merged[place] = torch.where(known.unsqueeze(2), before, routes)
-        seen[place] = known | recorded
-    return seen
+            _check_same_sets(parts, names, different, start, before, routes)
+        # Where nothing was known before, any ids may be overwritten: unused rows are filled afterwards.
+        merged[rows, columns] = torch.where(known.unsqueeze(2), before, routes)
+        seen[rows, columns] = known | recorded
 
 
 def _check_same_sets(
@@ -162,26 +202,27 @@ def _check_same_sets(
 
 
 def _check_no_gaps(
-    parts: Sequence[RoutingTrace],
-    names: Sequence[str],
-    in_some: Tensor,
-    missing_by_layer: dict[int, int],
-    unknown: Tensor,
+    parts: Sequence[RoutingTrace], names: Sequence[str], layer_numbers: tuple[int, ...], seen: Tensor, mask: Tensor
 ) -> None:
-    """Raise if a row has routes in some layers only, or is known to no part.
-
-    Args:
-        in_some, unknown: [num_tokens] bool, True: such a row.
-        missing_by_layer: by layer number, how many rows of `in_some` have no route in this layer.
-    """
+    """Raise if a row has routes in some layers only (`seen` [num_tokens, layers]), or is known to no part."""
+    in_some = seen.any(dim=1) & ~mask
     if bool(in_some.any()):
-        layers = {number: count for number, count in missing_by_layer.items() if count}
+        missing = (~seen[in_some]).sum(dim=0).tolist()
+        layers = {number: count for number, count in zip(layer_numbers, missing) if count}
         having = [name for name, part in zip(names, parts) if not layers.keys().isdisjoint(part.layer_numbers)]
         raise TraceError(
             f"MRR108: {int(in_some.sum())} rows were recorded in some layers and not in others; rows missing by layer: "
             f"{layers}; the first such rows are {in_some.nonzero()[:8, 0].tolist()}. Parts with these layers: "
             f"{listed(having)}; is one of them incomplete, or another missing? allow_gaps=True drops their routes."
         )
+    unknown = ~mask
+    for part in parts:
+        if part.token_ids is not None:
+            unknown[: part.num_tokens] &= (part.token_ids == UNKNOWN).to(mask.device)
+        if part.sequence_lengths:
+            # An engine never forwards the last token it sampled. Other rows of a sample may be those of a lost rank.
+            lengths = torch.tensor(part.sequence_lengths)
+            unknown[(lengths.cumsum(0) - 1)[lengths > 0].to(mask.device)] = False
     if bool(unknown.any()):
         raise TraceError(
             f"MRR108: {int(unknown.sum())} of {len(unknown)} rows are in no part, neither with a route nor with a "

@@ -250,7 +250,7 @@ class RoutingTrace:
         if not isinstance(rows, slice) or (rows.step is not None and rows.step < 1):
             raise TraceError(
                 f"MRR106: cannot take {rows!r} of a trace: trace[start:stop] takes neighbours, trace.gather_rows(rows) "
-                "any rows in any order, trace.select_samples(samples) whole samples."
+                "any rows in any order, and trace.samples() yields whole samples."
             )
         return self._rows(rows, sequence_lengths=None, sample_ids=None)
 
@@ -313,10 +313,6 @@ class RoutingTrace:
                 f"{missing[0]}. Name every layer, also those that keep their number."
             )
         new = [as_integer("a layer number", layer_numbers[number]) for number in self.layer_numbers]
-        if len(set(new)) != len(new):
-            raise TraceError(
-                f"MRR104: cannot renumber layers [{listed(self.layer_numbers)}] to {new}: two layers would share a number."
-            )
         # Layers are sorted by their numbers, whatever the mapping does to that.
         order = sorted(range(len(new)), key=new.__getitem__)
         numbers = as_layer_numbers([new[i] for i in order])
@@ -347,6 +343,13 @@ class RoutingTrace:
         """Raise TraceError: a method of an earlier version."""
         raise TraceError("MRR101: trace.keep(mask) is gone in 0.3: use trace.without_routes(~mask).")
 
+    def select_samples(self, samples: Sequence[int]) -> RoutingTrace:
+        """Raise TraceError: a method of an earlier version."""
+        raise TraceError(
+            "MRR101: trace.select_samples(samples) is gone in 0.3: replay finds samples by their tokens, in any order. "
+            "For some of them: concat_traces([sample, ...]) of trace.samples()."
+        )
+
     def gather_rows(self, rows: Tensor | Sequence[int]) -> RoutingTrace:
         """Return a copy with these rows in this order; sample metadata is dropped.
 
@@ -367,36 +370,26 @@ class RoutingTrace:
             )
         return self._rows(index, sequence_lengths=None, sample_ids=None)
 
-    def select_samples(self, samples: Sequence[int]) -> RoutingTrace:
-        """Return these samples in this order. So whole samples are filtered, permuted or repeated with their tokens.
-
-        Raises:
-            TraceError: the trace has no sequence_lengths, or a sample lies outside it.
-        """
-        starts, lengths = self._sample_bounds()
-        for sample in samples:
-            if not 0 <= sample < len(lengths):
-                raise TraceError(f"MRR106: cannot select sample {sample} of {len(lengths)} samples.")
-        rows = [torch.arange(starts[sample], starts[sample] + lengths[sample]) for sample in samples]
-        index = torch.cat([torch.empty(0, dtype=torch.int64), *rows])  # of no samples as well
-        names = None if self.sample_ids is None else tuple(self.sample_ids[sample] for sample in samples)
-        chosen = tuple(lengths[sample] for sample in samples)
-        return self._rows(index.to(self.device), sequence_lengths=chosen, sample_ids=names)
-
     def samples(self) -> Iterator[RoutingTrace]:
         """Yield each sample's trace, as views.
 
         Raises:
             TraceError: the trace has no sequence_lengths.
         """
-        starts, lengths = self._sample_bounds()
-        for i, (start, length) in enumerate(zip(starts, lengths)):
+        if self.sequence_lengths is None:
+            raise TraceError("MRR105: this trace does not know its samples: make it with sequence_lengths=...")
+        for i, (end, length) in enumerate(zip(accumulate(self.sequence_lengths), self.sequence_lengths)):
             names = None if self.sample_ids is None else (self.sample_ids[i],)
-            yield self._rows(slice(start, start + length), sequence_lengths=(length,), sample_ids=names)
+            yield self._rows(slice(end - length, end), sequence_lengths=(length,), sample_ids=names)
 
     def to(self, device: torch.device | str) -> RoutingTrace:
         """Return the trace with its tensors on `device`."""
         return self._with(**{name: tensor.to(device) for name, tensor in self._tensors()})
+
+    def clone(self) -> RoutingTrace:
+        """Return the trace with its tensors in memory of their own."""
+        copies = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in self._tensors()}
+        return self._with(**copies)
 
     def _rows(self, index: slice | Tensor, **metadata: Any) -> RoutingTrace:
         return self._with(**{name: tensor[index] for name, tensor in self._tensors()}, **metadata)
@@ -417,11 +410,6 @@ class RoutingTrace:
                 f"MRR104: the trace has no layer_number {layer_number}; it has [{listed(self.layer_numbers)}]."
             ) from None
 
-    def _sample_bounds(self) -> tuple[list[int], list[int]]:
-        if self.sequence_lengths is None:
-            raise TraceError("MRR105: this trace does not know its samples: make it with sequence_lengths=...")
-        return [0, *accumulate(self.sequence_lengths)][:-1], list(self.sequence_lengths)
-
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:
     return a is b if a is None or b is None else torch.equal(a, b.to(a.device))
@@ -434,70 +422,3 @@ def _from_values(values: dict[str, Any]) -> RoutingTrace:
 _FIELDS = tuple(field.name for field in fields(RoutingTrace) if not field.name.startswith("_"))
 TENSOR_FIELDS = ("topk_indices", "replay_mask", "token_ids", "weight_version")
 """The tensors of a trace, one row a token each; all but the first two may be None."""
-
-
-def check_traces(traces: Sequence[RoutingTrace], attempt: str) -> None:
-    """Raise TraceError unless there is a trace, all are traces, and none was changed in place since it was made.
-
-    Args:
-        attempt: what is done with them, for the message.
-    """
-    if isinstance(traces, RoutingTrace) or not traces:
-        what = "one trace by itself" if isinstance(traces, RoutingTrace) else "no traces"
-        raise TraceError(f"MRR107: cannot {attempt} {what}: give a list, at least one is needed.")
-    for i, trace in enumerate(traces):
-        if not isinstance(trace, RoutingTrace):
-            raise TraceError(
-                f"MRR101: cannot {attempt} {type(trace).__name__} (number {i}): each must be a RoutingTrace."
-            )
-        trace.check_unchanged()
-
-
-def concat_traces(traces: Sequence[RoutingTrace]) -> RoutingTrace:
-    """Join traces of different samples, in order.
-
-    Row 0 of the second trace comes after the last row of the first. To join the parts of one batch that different ranks
-    recorded, use `merge_traces`.
-
-    The result has the metadata that every trace has. A trace without sequence_lengths counts as one sample; a trace with
-    lengths () has no samples and changes nothing.
-
-    Raises:
-        TraceError: no traces; layers, num_experts or topk differ; only some have token_ids, sample_ids or
-            weight_version.
-    """
-    check_traces(traces, "concatenate")
-    first = traces[0]
-    for i, trace in enumerate(traces):
-        for name in ("layer_numbers", "num_experts", "topk"):
-            if getattr(trace, name) != getattr(first, name):
-                raise TraceError(
-                    f"MRR107: cannot concatenate trace {i} with {name}={getattr(trace, name)} "
-                    f"behind trace 0 with {name}={getattr(first, name)}: they are of different models."
-                )
-    # A trace without rows has as many token ids as it has rows: none.
-    have_rows = [trace.num_tokens > 0 for trace in traces]
-    values = {
-        "topk_indices": [trace.topk_indices for trace in traces],
-        "replay_mask": [trace.replay_mask for trace in traces],
-        "token_ids": _all_or_none("token_ids", traces, needed=have_rows),
-        "weight_version": _all_or_none("weight_version", traces, needed=have_rows),
-    }
-    lengths = names = None
-    if any(trace.sequence_lengths is not None for trace in traces):
-        # Not "or": the lengths () of a batch of no samples are no missing lengths.
-        per_trace = [(t.num_tokens,) if t.sequence_lengths is None else t.sequence_lengths for t in traces]
-        lengths = tuple(length for part in per_trace for length in part)
-        parts = _all_or_none("sample_ids", traces, needed=[len(part) > 0 for part in per_trace])
-        names = tuple(name for part in parts for name in part) if parts else None
-    tensors = {name: torch.cat(parts) if parts else None for name, parts in values.items()}
-    return first._with(**tensors, sequence_lengths=lengths, sample_ids=names)
-
-
-def _all_or_none(name: str, traces: Sequence[RoutingTrace], *, needed: Sequence[bool]) -> list[Any]:
-    """Return this value of every trace that has it; none have it, or all that are `needed` do."""
-    having = [i for i, trace in enumerate(traces) if getattr(trace, name) is not None]
-    missing = [i for i, trace in enumerate(traces) if getattr(trace, name) is None and needed[i]]
-    if having and missing:
-        raise TraceError(f"MRR107: cannot concatenate: trace {having[0]} has {name}, trace {missing[0]} has none.")
-    return [getattr(traces[i], name) for i in having]

@@ -10,11 +10,11 @@ from torch import Tensor
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError
-from megatron_router_replay.layout.rows import pack_sequences, pad_sequences
 from megatron_router_replay.layout.split import split_context_parallel
 from megatron_router_replay.testing import ParallelSizes
 from tests.functional.mcore.cases import DRAWN, FULL, Case, random_routes, same, watched, wrong_replays
 from tests.support.gradients import gradients
+from tests.support.packing import pack_sequences, pad_sequences
 from tests.support.schedule import masked_mean_loss, run_schedule
 from tests.support.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 
@@ -52,12 +52,12 @@ def batch(numbers: list[int], kind: str, layout: ParallelSizes, cp_rank: int) ->
     tokens, rows = [samples()[n][:CUT] for n in numbers], [rows_of(n)[:CUT] for n in numbers]
     split = partial(split_context_parallel, cp_rank=cp_rank, cp_size=layout.cp_size)
     if kind in ("right", "left"):
-        pad = partial(pad_sequences, seq_length=16, side=kind)
+        pad = partial(pad_sequences, length=16, side=kind)
         ids, at, packed = pad(tokens, fill=0), pad(rows, fill=-1), None
         position_ids = torch.arange(16).expand(len(numbers), -1)
     else:
-        pack = partial(pack_sequences, sequence_multiple=8, total_length=48)
-        (ids, real, bounds), at = pack(tokens, fill=0), pack(rows, fill=-1).values
+        pack = partial(pack_sequences, multiple=8, total=48)
+        (ids, real, bounds), at = pack(tokens, fill=0), pack(rows, fill=-1)[0]
         lengths = (
             {"cu_seqlens_q": bounds} if kind == "packed" else {"cu_seqlens_q": real, "cu_seqlens_q_padded": bounds}
         )
@@ -75,7 +75,7 @@ def batch(numbers: list[int], kind: str, layout: ParallelSizes, cp_rank: int) ->
         "labels": ids,
         "loss_mask": (at >= 0).float(),
         "packed_seq_params": packed,
-        "raw": pad_sequences(tokens, fill=0, seq_length=16),
+        "raw": pad_sequences(tokens, fill=0, length=16),
     }
 
 

@@ -1,6 +1,7 @@
 """diff_traces: counts, samples matched by tokens, files and folders, and the text."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -36,7 +37,8 @@ def test_counts_by_layer_and_position_are_those_counted_by_hand():
     assert diff.other_order.tolist() == [1, 0]  # [4, 5] and [5, 4]
     assert diff.decisions_different == 2
     assert diff.agreement_by_layer.tolist() == pytest.approx([2 / 3, 2 / 3])
-    assert diff.overlap_by_layer.tolist() == pytest.approx([2 / 3, 2.5 / 3])
+    # Means of overlap: (2 + 2 + 0) / 6 and (2 + 2 + 1) / 6.
+    assert re.findall(r"^ +([25]) +1 +66.67 % +(\S+) %", str(diff), re.M) == [("2", "66.67"), ("5", "83.33")]
     assert diff.rows_all_same == 1
     assert diff.compared_by_position.tolist() == [2, 1]
     assert diff.different_by_position.tolist() == [[0, 1], [1, 0]]
@@ -164,16 +166,6 @@ def test_samples_without_an_equal_one_are_compared_by_their_number_or_counted():
     assert not diff.same
 
 
-def test_routes_that_moved_without_their_tokens_are_named_by_sample():
-    lengths, length = (90, 60, 120, 60), 330
-    a = big_trace(length, sequence_lengths=lengths, token_ids=torch.arange(length))
-    one, two, three, four = a.topk_indices.split(list(lengths))
-    b = a._with(topk_indices=torch.cat([one, four, three, two]))
-    assert [str(fact) for fact in mrr.diff_traces(a, b).facts] == [
-        "samples 1 and 3 of b changed places, in all layers: 600 of 600 decisions."
-    ]
-
-
 def test_parts_of_two_layouts_compare_by_global_rows():
     whole = big_trace()
     even, early = torch.arange(600) % 2 == 0, torch.arange(600) < 350
@@ -200,7 +192,7 @@ def test_files_of_several_blocks_give_the_same_counts(tmp_path, monkeypatch):
     found = mrr.diff_traces(
         tmp_path / "a.safetensors", tmp_path / "b.safetensors", on_rows=lambda done, total: seen.append((done, total))
     )
-    nowhere = {"provenance_a": None, "provenance_b": None}
+    nowhere = {"origin_a": "", "origin_b": ""}
     assert found.to_dict() | nowhere == whole.to_dict() | nowhere
     assert found.differences == whole.differences
     assert seen == [(16384, 20000), (20000, 20000)]
@@ -216,10 +208,9 @@ def test_folders_of_a_store_and_of_loose_files(tmp_path):
     diff = mrr.diff_traces(tmp_path / "store", trace, name_a="trainer", name_b="\x1b[31m")
     assert diff.same
     assert str(diff).splitlines()[:2] == [
-        f"trainer: {tmp_path / 'store'}, step 7, 2 files, weights 6, 7",
-        "\\x1b[31m: in memory, weights 6, 7",
+        f"trainer: {tmp_path / 'store'}, step 7, 2 files, weights 6..7",
+        "\\x1b[31m: in memory, weights 6..7",
     ]
-    assert diff.to_dict()["provenance_a"]["step"] == 7
     assert mrr.diff_traces(tmp_path / "store", tmp_path / "loose").same
     store.save(trace, step=8)
     with pytest.raises(StoreError, match=r"cannot find one step of .*: it has steps \[7, 8\]"):

@@ -1,13 +1,12 @@
-"""Metrics over routes and log-probs, with values worked out by hand."""
+"""Metrics over log-probs, with values worked out by hand."""
 
 import math
 
 import pytest
 import torch
 
-from megatron_router_replay.diagnostics import logprob_mismatch, mismatch_by_routes
+from megatron_router_replay.diagnostics import logprob_mismatch
 from megatron_router_replay.errors import TraceError
-from tests.unit.store.store_traces import make_trace
 
 NAN = float("nan")
 
@@ -47,19 +46,3 @@ def test_wrong_shapes_types_and_probabilities_raise():
     for arguments in ((trainer, engine), (engine, trainer)):
         with pytest.raises(TraceError, match=r"log-probs reach 2, and none is above 0: give log\(p\)"):
             logprob_mismatch(*arguments)
-
-
-def test_same_routes_earlier_routes_and_different_routes_are_split():
-    a = make_trace(6, sequence_lengths=(3, 3))
-    routes = a.topk_indices.clone()
-    routes[0, 2] = (routes[0, 2] + 1) % 8  # another set in one layer of one row
-    b = a._with(topk_indices=routes)
-    engine = torch.full((6,), -2.0)
-    trainer = engine + torch.tensor([1.0, 0.5, 0.5, 0.1, 0.1, NAN])
-    found = mismatch_by_routes(trainer, engine, a=a, b=b)
-    assert found.all_tokens.tokens == 5
-    assert (found.same_routes.tokens, found.same_routes.abs_difference) == (2, pytest.approx(0.1))
-    assert (found.earlier_routes.tokens, found.earlier_routes.abs_difference) == (2, pytest.approx(0.5))
-    assert (found.different_routes.tokens, found.different_routes.abs_difference) == (1, pytest.approx(1.0))
-    with pytest.raises(TraceError, match="cannot compare traces with num_tokens 6 and 5"):
-        mismatch_by_routes(trainer, engine, a=a, b=b[:5])

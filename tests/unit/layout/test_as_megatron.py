@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron_router_replay.layout.split import rows_for_router, split_context_parallel, split_sequence_parallel
 from tests.support.megatron_state import megatrons_context_parallel_split
-from tests.unit.layout.numbered import pack_rows
+from tests.support.packing import pack_rows
 
 pytest.importorskip("megatron.core", reason="compares with Megatron-Core's own splits")
 from megatron.core import utils
@@ -65,7 +65,7 @@ def thd_get_partitioned_indices(cu_seqlens: list[int], total: int, world_size: i
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("lengths", [[5], [3, 9, 1], [12, 0, 24, 7]])
 def test_zigzag_is_transformer_engines_split_of_packed_sequences(lengths, cp_size):
-    rows, _, bounds = pack_rows(lengths, sequence_multiple=2 * cp_size, total_multiple=16)
+    rows, _, bounds = pack_rows(lengths, multiple=2 * cp_size, total_multiple=16)
     for rank in range(cp_size):
         index = thd_get_partitioned_indices(bounds.tolist(), rows.shape[1], cp_size, rank)
         ours = split_context_parallel(rows, cp_rank=rank, cp_size=cp_size, cu_seqlens_padded=bounds)
@@ -77,7 +77,7 @@ def test_zigzag_is_transformer_engines_split_of_packed_sequences(lengths, cp_siz
     utils.tex is None, reason="Megatron-Core splits packed sequences with a kernel of transformer_engine"
 )
 def test_zigzag_is_megatrons_split_of_packed_sequences():
-    packed = pack_rows([3, 9, 1], sequence_multiple=4, total_multiple=16)
+    packed = pack_rows([3, 9, 1], multiple=4, total_multiple=16)
     rows, cu_seqlens, bounds = (tensor.cuda() for tensor in packed)
     longest = bounds.diff().max().view(1)
     for rank in range(2):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_router_replay.errors import LayoutError
 from megatron_router_replay.layout.split import rows_for_router, split_context_parallel, split_sequence_parallel
-from tests.unit.layout.numbered import pack_rows
+from tests.support.packing import pack_rows
 
 ROWS = torch.tensor([[0, 1, 2, 3], [4, 5, 6, -1]])
 PACKED = torch.tensor([0, 6, 16])
@@ -69,7 +69,7 @@ def split(values, cp_size, **options):
 
 
 def test_zigzag_cuts_every_packed_sequence_and_contiguous_the_whole_row():
-    rows, _, bounds = pack_rows([3, 8], sequence_multiple=4)
+    rows, _, bounds = pack_rows([3, 8], multiple=4)
     assert split(rows, 2, cu_seqlens_padded=bounds) == [[[0, -1, 3, 4, 9, 10]], [[1, 2, 5, 6, 7, 8]]]
     rows, _, bounds = pack_rows([3, 5], total_multiple=2)
     assert split(rows, 2, cu_seqlens_padded=bounds, style="contiguous") == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]

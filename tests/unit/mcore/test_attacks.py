@@ -198,7 +198,7 @@ DERIVED: dict[str, tuple[Callable[[mrr.RoutingTrace], mrr.RoutingTrace], list[in
     "copied": (copy.deepcopy, B, [4, 5, 6]),
     "pickled": (lambda trace: pickle.loads(pickle.dumps(trace)), B, [4, 5, 6]),
     "cut into other samples": (lambda trace: trace.with_samples([2, 5]), [7, 8, *B], [2, 3, 4, 5, 6]),
-    "samples in another order": (lambda trace: trace.select_samples([1, 0]), A, [3, 4, 5, 6]),
+    "samples in another order": (lambda trace: mrr.concat_traces([*trace.samples()][::-1]), A, [3, 4, 5, 6]),
     "joined": (lambda trace: mrr.concat_traces([trace_of([[1]]), trace]), B, [5, 6, 7]),
     "without a route": (lambda trace: trace.without_routes(torch.arange(7) == 5), B, [4, 5, 6]),
     "one layer's numbers exchanged": (lambda trace: trace.renumber({1: 3, 2: 2, 3: 1}), B, [4, 5, 6]),

@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_router_replay.errors import RouterReplayError, StoreError
 from megatron_router_replay.store import file, load_trace, save_trace
-from megatron_router_replay.store.file import FORMAT, Reader
+from megatron_router_replay.store.file import FORMAT, map_trace
 from megatron_router_replay.trace import RoutingTrace
 from tests.unit.store.store_traces import assert_same, full_trace, make_trace
 
@@ -103,7 +104,7 @@ def test_a_slice_is_read(tmp_path, rows, layer_numbers):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layer_numbers": [4]}, r"no layer_number 4; there are \[2, 3, 7\]"),
+        ({"layer_numbers": [4]}, r"no layer_number 4; it has \[2, 3, 7\]"),
         ({"rows": slice(0, 8)}, "it has 7 tokens"),
         ({"rows": slice(-1, None)}, "it has 7 tokens"),
         ({"rows": slice(0, 4, 2)}, "step 1"),
@@ -224,13 +225,13 @@ def test_a_full_disk_leaves_the_old_file_alone(tmp_path):
     assert_same(load_trace(path), make_trace(5))
 
 
-def test_a_reader_of_a_file_that_is_replaced_says_so_and_never_mixes(tmp_path):
+def test_a_mapped_trace_is_the_file_of_its_time_and_takes_no_memory(tmp_path):
     path = save_trace(make_trace(5), tmp_path / "x")
-    reader = Reader(path)
-    assert_same(reader.load(rows=slice(0, 2)), make_trace(5)[:2])
+    mapped = map_trace(path)
+    assert mapped == make_trace(5)
     save_trace(make_trace(5, seed=1), path)
-    with pytest.raises(StoreError, match="replaced by another file while it was read"):
-        reader.load(rows=slice(2, 5))
+    assert_same(mapped, make_trace(5))
+    assert str(path) in Path("/proc/self/maps").read_text()
 
 
 def test_a_loaded_trace_is_a_copy_of_the_file(tmp_path):

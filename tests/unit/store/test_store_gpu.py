@@ -3,7 +3,7 @@ import torch
 
 from megatron_router_replay.layout import check_tokens, rows_for_router, split_context_parallel
 from megatron_router_replay.store import load_trace, merge_traces, save_trace
-from tests.unit.layout.numbered import pack_rows
+from tests.support.packing import pack_rows
 from tests.unit.store.store_traces import assert_same, full_trace
 
 pytestmark = [
@@ -26,7 +26,7 @@ def test_a_trace_on_a_gpu_is_saved_loaded_and_merged(tmp_path):
 
 
 def test_rows_on_a_gpu_are_split_and_merged_as_on_a_cpu():
-    rows, _, bounds = pack_rows([5, 9, 2], sequence_multiple=4, total_multiple=8)
+    rows, _, bounds = pack_rows([5, 9, 2], multiple=4, total_multiple=8)
     moved, moved_bounds = rows.cuda(), bounds.cuda()
     parts = [split_context_parallel(moved, cp_rank=r, cp_size=2, cu_seqlens_padded=moved_bounds) for r in (0, 1)]
     for rank, part in enumerate(parts):

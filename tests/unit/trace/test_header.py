@@ -1,7 +1,6 @@
 """What kind of trace this is: fields, checks, bytes and JSON."""
 
 import pytest
-import torch
 
 from megatron_router_replay.errors import TraceError
 from megatron_router_replay.trace import RoutingTrace
@@ -13,8 +12,7 @@ FULL = TraceFormat(layer_numbers=(4,), topk=2, num_experts=300, has_token_ids=Tr
 
 def test_a_row_takes_its_ids_a_mask_byte_and_four_for_each_optional_value():
     assert PLAIN.row_bytes() == 3 * 8 * 1 + 1
-    assert PLAIN.row_bytes(1) == 1 * 8 * 1 + 1
-    assert PLAIN.row_bytes(0) == 1
+    assert PLAIN.select_layers(()).row_bytes() == 1
     assert FULL.row_bytes() == 1 * 2 * 2 + 1 + 4 + 4
 
 
@@ -27,8 +25,6 @@ def test_empty_memory_is_what_a_trace_of_the_format_holds():
         stored = getattr(trace, name)
         assert (memory.dtype, memory.shape) == (stored.dtype, stored.shape)
     assert list(FULL.empty(2)) == ["topk_indices", "replay_mask", "token_ids", "weight_version"]
-    assert FULL.empty(5, 0)["topk_indices"].shape == (5, 0, 2)
-    assert sum(memory.nbytes for memory in FULL.empty(7).values()) == 7 * FULL.row_bytes()
 
 
 def test_a_header_is_a_format_with_the_sizes_of_one_trace():
@@ -43,7 +39,6 @@ def test_a_header_is_a_format_with_the_sizes_of_one_trace():
     assert (header.num_tokens, header.sequence_lengths, header.sample_ids) == (3, (1, 2), ("a", "ü"))
     assert header.format == TraceFormat.of(trace) == TraceFormat(layer_numbers=(4,), topk=2, num_experts=4)
     assert type(header.format) is TraceFormat
-    assert header.num_bytes == 3 * (2 + 1)
 
 
 GOOD = {
@@ -99,6 +94,5 @@ def test_a_missing_entry_is_refused(name):
 def test_a_part_of_the_layers_has_the_same_format_otherwise():
     part = PLAIN.select_layers((2, 5))
     assert (part.layer_numbers, part.topk, part.num_experts) == ((2, 5), 8, 128)
-    assert PLAIN.select_layers(()).index_dtype is torch.uint8
     with pytest.raises(TraceError, match=r"no layer_number 4; there are \[2, 3, 5\]"):
         PLAIN.select_layers((2, 4))

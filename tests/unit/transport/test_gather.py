@@ -24,7 +24,7 @@ def _trace(num_tokens: int, *, first: int = 0, token_ids: bool = True) -> Routin
 def test_runs_of_rows_cross_traces(runs: list[tuple[int, int]], rows: list[int]) -> None:
     traces = [_trace(5), _trace(4, first=100)]
     source = TraceRows(traces)
-    memory = source.format.empty(len(rows), 2)
+    memory = source.format.select_layers((1, 4)).empty(len(rows))
     source.fill(runs, (1, 4), memory)
     assert torch.equal(memory["topk_indices"], torch.cat([trace.topk_indices for trace in traces])[rows][:, [0, 2]])
     assert memory["token_ids"].tolist() == [(row if row < 5 else row + 95) for row in rows]
