@@ -288,8 +288,8 @@ def test_sglangs_openai_replies_have_ids_that_are_compared(form):
         ("both", ("choices", 0, "response_token_ids"), OUTPUTS[1], "states different output_token_ids"),
         ("both", ("choices", 0, "prompt_token_ids"), PROMPT[::-1], "states different prompt_token_ids"),
         ("routes twice", ("sglext", "routed_experts"), int32_base64(ROWS[1]), "two parts of it carry routes"),
-        ("sglext", ("sglext", "output_ids"), OUTPUTS, "2 output_ids for 1 choices"),
-        ("sglext", ("sglext", "output_ids"), 3, "3 output_ids for 1 choices"),
+        ("sglext", ("sglext", "output_ids"), OUTPUTS, "2 lists of output ids for 1 choices"),
+        ("sglext", ("sglext", "output_ids"), 3, "3 lists of output ids for 1 choices"),
     ],
 )
 def test_a_reply_whose_ids_or_routes_contradict_each_other_is_refused(form, path, value, message):

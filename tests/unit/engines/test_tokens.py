@@ -5,7 +5,7 @@ import pytest
 
 from megatron_router_replay.engines import DecodeOptions
 from megatron_router_replay.engines.payload import Source
-from megatron_router_replay.engines.reply import Reply, StatedCount, WeightSpan, is_count, read_counts
+from megatron_router_replay.engines.reader import Reply, StatedCount, is_count, read_counts
 from megatron_router_replay.engines.tokens import resolve_tokens
 from megatron_router_replay.errors import PayloadError
 
@@ -17,9 +17,8 @@ BOTH = {"prompt_token_ids": PROMPT, "output_token_ids": OUTPUT}
 
 def resolve(options, *, counts=(), spans=(), **reply):
     stated = tuple(StatedCount(f"n_{kind}", kind, value) for kind, value in counts)
-    spans = tuple(WeightSpan("1", *bounds) for bounds in spans)
-    one = Reply(source=SOURCE, fields=reply, counts=stated, weight_spans=spans)
-    return resolve_tokens(one, DecodeOptions(**options))
+    reply["weight_versions"] = [{"version": "1", "start": start, "end": end} for start, end in spans] or None
+    return resolve_tokens(Reply(source=SOURCE, fields=reply, counts=stated), DecodeOptions(**options))
 
 
 @pytest.mark.parametrize(
