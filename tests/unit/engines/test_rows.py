@@ -20,7 +20,7 @@ SOURCE = Source(engine="E", field="f")
 
 
 def sample(
-    *parts, num_tokens=None, prompt=None, ids=None, version=None, may_be_empty=False, layers=(1, 3), layout=None, begin=0, **given
+    *parts, num_tokens=None, prompt=None, ids=None, version=None, may_be_empty=False, layers=(1, 3), layout=None, begin=0, **given,
 ):  # fmt: skip
     parts = tuple(np.asarray(part) for part in parts)
     num_rows = sum(len(part) for part in parts if part.ndim)
