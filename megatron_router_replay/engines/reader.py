@@ -306,7 +306,7 @@ def _indexed(reply: Any, source: Source, *, is_chunk: bool) -> list[tuple[int, A
 
 
 def _items(reply: Any) -> Any:
-    """Return the choices of a reply, whatever stands there; _ABSENT if it is itself one."""
+    """Return the choices of a reply, of any type; _ABSENT if it is itself one."""
     choices = get_field(reply, "choices", _ABSENT)
     return get_field(reply, "outputs", _ABSENT) if choices is _ABSENT else choices
 

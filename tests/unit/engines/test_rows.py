@@ -1,6 +1,7 @@
 """The number of rows and columns that a sample's arrays may have, each at its boundary; the check and place of each row."""
 
 import contextlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,13 +21,13 @@ SOURCE = Source(engine="E", field="f")
 
 
 def sample(
-    *parts, num_tokens=None, prompt=None, ids=None, version=None, may_be_empty=False, layers=(1, 3), layout=None, begin=0, **given,
+    *parts, num_tokens=None, prompt=None, ids=None, version=None, layers=(1, 3), layout=(), may_be_empty=False, **given
 ):  # fmt: skip
     parts = tuple(np.asarray(part) for part in parts)
     num_rows = sum(len(part) for part in parts if part.ndim)
     return SampleRows(
         source=SOURCE,
-        layout=RowLayout(parts=parts, layer_numbers=layers, **(layout or {})),
+        layout=RowLayout(parts=parts, layer_numbers=layers, **dict(layout)),
         tokens=SampleTokens(
             num_tokens=num_rows + 1 if num_tokens is None else num_tokens,
             num_prompt_tokens=prompt,
@@ -35,7 +36,6 @@ def sample(
         ),
         options=DecodeOptions(**given),
         may_be_empty=may_be_empty,
-        begin=begin,
     )
 
 
@@ -196,12 +196,12 @@ def test_a_fault_in_any_block_is_named_by_its_row(dtype, row):
 def test_rows_before_begin_are_neither_checked_nor_kept():
     part = np.concatenate([np.full((2, 2, 2), 99), rows(0, 1, dtype=np.int64)])
     for parts in ([part], [part[:1], part[1:3], part[3:]]):
-        trace = build_trace([sample(*parts, begin=2)], model=MODEL)
+        trace = build_trace([replace(sample(*parts), begin=2)], model=MODEL)
         assert trace.replay_mask.tolist() == [False, False, True, True, False]
         assert trace.topk_indices[2:4].tolist() == rows(0, 1).tolist()
-        refused("row 1, layer 1 of topk_indices", sample(*parts, begin=1))
+        refused("row 1, layer 1 of topk_indices", replace(sample(*parts), begin=1))
     part[2] = 0
-    refused("row 2, layer 1 of topk_indices", sample(part, begin=2))
+    refused("row 2, layer 1 of topk_indices", replace(sample(part), begin=2))
 
 
 def test_ids_names_and_versions_are_of_all_samples_or_of_none():
