@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from megatron_router_replay.capture.buffer import UNSEEN, RoutingBuffer
 from megatron_router_replay.capture.forward import Forward, as_integers, find_input_module, named_inputs
-from megatron_router_replay.capture.log import RequestRows, StepLog, row_dtype
+from megatron_router_replay.capture.log import RequestRows, StepLog
 from megatron_router_replay.capture.routers import CaptureError, RouterSite, check_sites, find_router_sites
 from megatron_router_replay.trace import RoutingTrace
-from megatron_router_replay.trace.ids import index_dtype
 
 
 class Capturer:
@@ -54,9 +53,6 @@ class Capturer:
         if not 1 <= max_num_tokens < 1 << 24:
             raise CaptureError(f"MRR101: max_num_tokens={max_num_tokens} must lie in 1..{(1 << 24) - 1}.")
         self._layer_numbers = tuple(site.layer_number for site in sites)
-        # As the trace stores them: the buffer's wider values for invalid ids never reach a request.
-        ids = np.uint8 if index_dtype(self._num_experts) is torch.uint8 else np.int16
-        self._row_dtype = row_dtype(len(sites), topk, ids)
         self._buffer = RoutingBuffer(
             num_layers=len(sites),
             max_num_tokens=max_num_tokens,
@@ -99,18 +95,16 @@ class Capturer:
                 f"MRR702: request {request_id!r}: num_prompt_tokens={num_prompt_tokens} must be 1 or more and "
                 f"num_cached_tokens={num_cached_tokens} smaller: the last prompt token is always forwarded."
             )
-        if self._log is None:  # tp_rank 1 and later keep no requests
-            return
-        if prompt_of is None:
-            prompt = np.zeros(num_prompt_tokens, self._row_dtype)
-        else:
-            prompt = self._request(prompt_of).prompt  # the same array: written once, read by all of them
-            if len(prompt) != num_prompt_tokens:
+        request = RequestRows(request_id, next(self._numbers), num_prompt_tokens, num_cached_tokens)
+        if prompt_of is not None:
+            shared = self._request(prompt_of)
+            if shared.num_prompt_tokens != num_prompt_tokens:
                 raise CaptureError(
-                    f"MRR702: request {request_id!r} cannot share the prompt of {prompt_of!r}: it has {len(prompt)} "
-                    f"tokens, not {num_prompt_tokens}."
+                    f"MRR702: request {request_id!r} cannot share the prompt of {prompt_of!r}: it has "
+                    f"{shared.num_prompt_tokens} tokens, not {num_prompt_tokens}."
                 )
-        self._requests[request_id] = RequestRows(request_id, next(self._numbers), prompt, num_cached_tokens)
+            request.prompt = shared.prompt  # the same list: written once, read by all of them
+        self._requests[request_id] = request
 
     @contextmanager
     def forward(
@@ -180,18 +174,18 @@ class Capturer:
             CaptureError: the request is unknown, `token_ids` is shorter than its prompt, a token that is not from the prefix
                 cache was never forwarded, or the model ran another token there. The request stays.
         """
-        if self._log is None:
-            return None
         request = self._request(request_id)
-        self.drain()  # its last steps may still be on their way
+        if self._log is None:
+            del self._requests[request_id]
+            return None
         ids = as_integers(token_ids).reshape(-1)
-        if len(ids) < len(request.prompt):
+        if len(ids) < request.num_prompt_tokens:
             raise CaptureError(
-                f"MRR704: request {request_id!r}: {len(ids)} token_ids, num_prompt_tokens={len(request.prompt)}: give "
+                f"MRR704: request {request_id!r}: {len(ids)} token_ids, num_prompt_tokens={request.num_prompt_tokens}: give "
                 "prompt and output tokens together."
             )
         # Without generated tokens, the last token is one of the prompt; its row counts if it was written.
-        rows = request.rows(len(ids) if len(ids) == len(request.prompt) else len(ids) - 1)
+        rows = self._rows(request_id, len(ids) if len(ids) == request.num_prompt_tokens else len(ids) - 1)
         is_needed = np.arange(len(rows)) < max(len(ids) - 1, 1)
         is_needed[: request.num_cached_tokens] = False  # forwarded by an earlier request, if at all
         check_rows(f"request {request_id!r}", rows, ids, is_needed)
@@ -204,11 +198,10 @@ class Capturer:
         Raises:
             CaptureError: the request is unknown.
         """
-        if self._log is not None:
-            self._request(request_id)
-            with suppress(CaptureError):  # a request that loses a row by it raises when it ends
-                self.drain()
-            del self._requests[request_id]
+        self._request(request_id)
+        with suppress(CaptureError):  # a request that loses a row by it raises when it ends
+            self.drain()
+        del self._requests[request_id]
 
     def drain(self) -> None:
         """Wait until every forward's routes are with their requests.
@@ -236,9 +229,10 @@ class Capturer:
         self._buffer.is_open = False  # compiled code has the hooks inlined and still calls them
 
     def _rows(self, request_id: Hashable, num_rows: int) -> NDArray[Any]:
-        """Return a copy of the first rows of a running request, written or not."""
-        self.drain()
-        return self._request(request_id).rows(num_rows)
+        """Return the first rows of a running request, written or not."""
+        assert self._log is not None
+        self.drain()  # its last steps may still be on their way
+        return self._request(request_id).rows(num_rows, self._log.row_dtype)
 
     def _trace(self, samples: Sequence[NDArray[Any]], token_ids: NDArray[Any], lengths: Sequence[int]) -> RoutingTrace:
         """Return the rows of samples as one trace; rows that were not written, or are missing at the end, have no route."""

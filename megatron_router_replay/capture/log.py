@@ -19,62 +19,51 @@ from torch import Tensor
 from megatron_router_replay.capture.buffer import CALL, MASKED, UNSEEN, RoutingBuffer
 from megatron_router_replay.capture.forward import Forward
 from megatron_router_replay.capture.routers import CaptureError
+from megatron_router_replay.trace.ids import index_dtype
 
 _MIN_TOKENS = 2048
 """Room for so many tokens at least: 32 decode steps of 64 requests."""
 
-_FIRST_ROWS = 32
-"""Rows that a request's generation gets at least; always a power of two, so that it is copied seldom."""
-
 Array = NDArray[Any]
-
-
-def row_dtype(num_layers: int, topk: int, ids: type[np.integer[Any]]) -> np.dtype[Any]:
-    """Return the dtype of a token's row: its routes, the token that the model ran, if any forward wrote the row."""
-    return np.dtype([("routes", ids, (num_layers, topk)), ("token_id", np.int32), ("is_written", np.bool_)])
 
 
 @dataclass(slots=True, eq=False)
 class RequestRows:
-    """One request.
+    """The rows of one request.
 
     Args:
         request_id: the caller's.
         number: counts requests; steps refer to requests by it.
-        prompt: rows of `row_dtype`; the same array for requests that share their prompt.
+        num_prompt_tokens: positions from here on are of the generation.
         num_cached_tokens: leading positions that come from a prefix cache and are never forwarded.
+        prompt: the parts of the prompt in the order in which they ran; the same list for requests that share their prompt.
+        generation: the parts of the generation.
     """
 
     request_id: Hashable
     number: int
-    prompt: Array
+    num_prompt_tokens: int
     num_cached_tokens: int
-    generation: Array = field(init=False)
+    prompt: list[Array] = field(default_factory=list)
+    generation: list[Array] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.generation = self.prompt[:0]
+    def write(self, tokens: Array, dtype: np.dtype[Any]) -> None:
+        """Store tokens of forwards, each with position, token_id and routes, as rows of `dtype`."""
+        in_prompt = tokens["position"] < self.num_prompt_tokens
+        for parts, own in ((self.prompt, tokens[in_prompt]), (self.generation, tokens[~in_prompt])):
+            if len(own):
+                rows = np.ones(len(own), dtype)
+                for name in ("position", "token_id", "routes"):
+                    rows[name] = own[name]
+                parts.append(rows)
 
-    def write(self, tokens: Array) -> None:
-        """Store tokens of forwards, each with position, token_id and routes; what comes later replaces what came before."""
-        rows = np.ones(len(tokens), self.prompt.dtype)
-        rows["routes"], rows["token_id"] = tokens["routes"], tokens["token_id"]
-        in_prompt = tokens["position"] < len(self.prompt)
-        self.prompt[tokens["position"][in_prompt]] = rows[in_prompt]
-        behind = tokens["position"][~in_prompt] - len(self.prompt)
-        end = int(behind.max(initial=-1)) + 1
-        if end > len(self.generation):
-            self.generation = _resized(self.generation, max(1 << (end - 1).bit_length(), _FIRST_ROWS))
-        self.generation[behind] = rows[~in_prompt]
-
-    def rows(self, num_rows: int) -> Array:
-        """Return a copy of the first rows; those that no forward wrote are marked."""
-        return _resized(np.concatenate([self.prompt, self.generation])[:num_rows], num_rows)
-
-
-def _resized(rows: Array, num_rows: int) -> Array:
-    larger = np.zeros(num_rows, rows.dtype)
-    larger[: len(rows)] = rows
-    return larger
+    def rows(self, num_rows: int, dtype: np.dtype[Any]) -> Array:
+        """Return the row of each position below `num_rows`; those that no forward wrote are marked."""
+        rows = np.zeros(num_rows, dtype)
+        for part in (*self.prompt, *self.generation):
+            part = part[part["position"] < num_rows]
+            rows[part["position"]] = part  # a position that ran again has its last row
+        return rows
 
 
 class StepLog:
@@ -83,6 +72,9 @@ class StepLog:
     Args:
         buffer: the device memory that is copied from.
         layer_numbers, num_experts: of the routes.
+
+    `row_dtype` is the dtype of a request's rows: routes as the trace stores them, because the buffer's wider values for
+    invalid ids never reach a request, the token that the model ran, and whether any forward wrote the row.
     """
 
     def __init__(self, buffer: RoutingBuffer, layer_numbers: Sequence[int], num_experts: int) -> None:
@@ -93,6 +85,10 @@ class StepLog:
         ids = torch.empty(0, dtype=buffer.routes.dtype).numpy().dtype
         fields = [("number", np.int64), ("position", np.int64), ("token_id", np.int32), ("routes", ids, shape)]
         self._token_dtype = np.dtype(fields)
+        narrow = np.uint8 if index_dtype(num_experts) is torch.uint8 else np.int16
+        self.row_dtype = np.dtype(
+            [("position", np.int32), ("token_id", np.int32), ("routes", narrow, shape), ("is_written", np.bool_)]
+        )
         self._steps: list[tuple[Forward, Tensor]] = []
         self._used = 0
         device, max_num_tokens = buffer.head.device, buffer.max_num_tokens
@@ -174,7 +170,7 @@ class StepLog:
             if not is_exact.all():
                 errors.append(self._token_error(request.request_id, own[~is_exact], is_expert[~is_exact]))
             # Inexact rows stay unwritten, so that `finish` names them if they are needed.
-            request.write(own[is_exact])
+            request.write(own[is_exact], self.row_dtype)
         return errors
 
     def _stamp_error(self, names: list[Any], layers: Array, stamp: int, num_tokens: int) -> CaptureError:

@@ -6,9 +6,12 @@ An engine is a file in `decoders/` and a line below: `mrr.engines.vllm`, `sglang
 decodes any array with named axes. `RoutingSegments` joins the turns of a conversation and resumed generations,
 `join_prefill_decode` the replies of two servers to one request.
 
-How it reads: a file in `decoders/` names an engine's fields and lays out its arrays, `reader` makes replies of results,
-`tokens` finds the tokens of the rows and the weights that chose them, `payload` parses the wire formats, `rows` counts the
-legal rows, `row_check` checks each of them, and `decoder` calls these.
+The way of a reply, which `decoder` goes:
+
+    result  -- reader, by the engine's table of fields ---------->  Reply           its routes, ids, counts and versions
+    Reply   -- tokens, compared with the caller's options ------->  SampleTokens    how many tokens, which, of which weights
+    Reply   -- decoders/ENGINE, by the formats of payload ------->  RowLayout       arrays, with the layer of each column
+    layout  -- rows counts them, row_check reads each of them --->  RoutingTrace
 
 Importing this package loads no decoder: a session needs a model's layers, and nothing else from here.
 """

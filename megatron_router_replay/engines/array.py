@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 from megatron_router_replay.engines.model_info import ModelLike, as_model_info
 from megatron_router_replay.engines.options import DecodeOptions, SampleOptions, refuse_withdrawn
 from megatron_router_replay.engines.payload import Array, Source, as_array
-from megatron_router_replay.engines.reply import Reply, StatedCount, refuse_non_reply
-from megatron_router_replay.engines.rows import RowLayout, SampleRows, build_trace
-from megatron_router_replay.engines.tokens import resolve_tokens, stamp_versions
+from megatron_router_replay.engines.reader import Reply, StatedCount, refuse_non_reply
+from megatron_router_replay.engines.rows import RowLayout, SampleRows, all_layers, build_trace
+from megatron_router_replay.engines.tokens import resolve_tokens
 from megatron_router_replay.errors import PayloadError
 from megatron_router_replay.trace import RoutingTrace
 
@@ -51,29 +51,20 @@ def decode(
     info, sample = as_model_info(model), DecodeOptions(**options)
     # The caller's border is compared with the token ids as if a reply had stated it.
     border = () if num_prompt_tokens is None else (StatedCount("num_prompt_tokens", "prompt", num_prompt_tokens),)
-    reply = Reply(source=_SOURCE, counts=border)
-    tokens = resolve_tokens(reply, sample)
+    tokens = resolve_tokens(Reply(source=_SOURCE, counts=border), sample)
     array = _token_major(as_array(result, source=_SOURCE), axes)
-    columns = filler = None
-    if layer_numbers is not None:
-        numbers = list(layer_numbers)
-        if len(numbers) != array.shape[1] or len(set(numbers)) != len(numbers):
-            raise _SOURCE.error(
-                f"MRR306: layer_numbers names {len(numbers)} layers, the array has {array.shape[1]}: one each, no repeats."
-            )
-        if missing := [number for number in info.moe_layer_numbers if number not in numbers]:
-            raise _SOURCE.error(f"MRR302: has no routes of the MoE layers {missing}.")
-        columns = tuple(numbers.index(number) for number in info.moe_layer_numbers)
-        filler = tuple(i for i, number in enumerate(numbers) if number not in info.moe_layer_numbers)
-    layout = RowLayout(
-        parts=(array,),
-        columns=columns,
-        filler=filler,
-        last_row="none" if last_token_routed is None else "route" if last_token_routed else "padding",
-    )
-    version = stamp_versions(reply, tokens, sample.weight_version)
-    rows = SampleRows(source=_SOURCE, layout=layout, tokens=tokens, options=sample, weight_version=version)
-    return build_trace([rows], model=info)
+    numbers = all_layers(info) if layer_numbers is None else list(layer_numbers)
+    if layer_numbers is not None and (len(numbers) != array.shape[1] or len(set(numbers)) != len(numbers)):
+        raise _SOURCE.error(
+            f"MRR306: layer_numbers names {len(numbers)} layers, the array has {array.shape[1]}: one each, no repeats."
+        )
+    if missing := [number for number in info.moe_layer_numbers if number not in numbers]:
+        raise _SOURCE.error(f"MRR302: has no routes of the MoE layers {missing}.")
+    last_row: Literal["none", "route", "padding"] = "none"
+    if last_token_routed is not None:
+        last_row = "route" if last_token_routed else "padding"
+    layout = RowLayout(parts=(array,), layer_numbers=numbers, last_row=last_row)
+    return build_trace([SampleRows(source=_SOURCE, layout=layout, tokens=tokens, options=sample)], model=info)
 
 
 def _token_major(array: Array, axes: Sequence[str]) -> Array:

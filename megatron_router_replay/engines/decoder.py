@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 import numpy as np
-import torch
 
 from megatron_router_replay.engines.model_info import ModelLike, ModelRoutingInfo, as_model_info
 from megatron_router_replay.engines.options import (
@@ -21,15 +20,14 @@ from megatron_router_replay.engines.options import (
     TokenIds,
     refuse_withdrawn,
 )
-from megatron_router_replay.engines.reader import ReplyReader
-from megatron_router_replay.engines.reply import Reply
+from megatron_router_replay.engines.reader import Reply, ReplyReader
 from megatron_router_replay.engines.rows import RowLayout, SampleRows, build_trace
-from megatron_router_replay.engines.tokens import SampleTokens, resolve_tokens, stamp_versions
+from megatron_router_replay.engines.tokens import SampleTokens, resolve_tokens
 from megatron_router_replay.errors import PayloadError
 from megatron_router_replay.trace import RoutingTrace
 
 LayRows = Callable[[Reply, ModelRoutingInfo, SampleTokens, DecodeOptions], RowLayout]
-"""Reads the arrays of a reply that has routes; returns them with their columns and legal last row."""
+"""Reads the arrays of a reply that has routes; returns them with their layers and legal last row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -38,12 +36,12 @@ class Decoder(ReplyReader):
 
     Args:
         rows: a reply -> its arrays.
-        start: how to start the engine and what to send, for the message about a reply without routes.
+        setup: how to start the engine and what to send, for the message about a reply without routes.
         corrected: a reply -> the same with counts that fit its ids, where the engine counts other tokens.
     """
 
     rows: LayRows
-    start: str = ""
+    setup: str = ""
     corrected: Callable[[Reply, ModelRoutingInfo], Reply] = lambda reply, model: reply
 
     def decode(
@@ -77,7 +75,7 @@ class Decoder(ReplyReader):
         # True would be choice 1.
         if choice is not None and (isinstance(choice, bool) or not 0 <= choice < len(replies)):
             raise PayloadError(f"MRR312: {self.title}: choice={choice!r} of a response with {len(replies)} choices.")
-        return self.trace_of([replies[choice or 0]], [DecodeOptions(**options)], info)
+        return build_trace([self.sample(replies[choice or 0], DecodeOptions(**options), info)], model=info)
 
     def decode_batch(
         self,
@@ -110,23 +108,29 @@ class Decoder(ReplyReader):
         """
         refuse_withdrawn(options)
         info, replies = as_model_info(model), self._read_all(results)
-        lists = {
+        given: dict[str, Any] = {
             "token_ids": token_ids,
-            "prompt_token_ids": _per_sample(prompt_token_ids, len(replies)),
+            "prompt_token_ids": [prompt_token_ids] * len(replies) if _is_flat(prompt_token_ids) else prompt_token_ids,
             "num_tokens": num_tokens,
             "start": [start] * len(replies) if isinstance(start, (int, np.integer)) else start,
             "sample_ids": sample_ids,
         }
-        lists = {name: _as_list(name, values) for name, values in lists.items() if values is not None}
-        for name, values in lists.items():
+        given = {name: values for name, values in given.items() if values is not None}
+        for name, values in given.items():
+            if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__"):
+                raise PayloadError(
+                    f"MRR312: {name} is {type(values).__name__}, expected a list with one entry a sample."
+                )
             if len(values) != len(replies):
                 raise PayloadError(
                     f"MRR312: {self.title}: {len(values)} {name} for {len(replies)} samples: give one for each."
                 )
-        # From columns, a list for each option, to rows, the options of each sample.
-        lists["sample_id"] = lists.pop("sample_ids", [None] * len(replies))
-        each = [DecodeOptions(**{n: v[i] for n, v in lists.items()}, **options) for i in range(len(replies))]
-        return self.trace_of(replies, each, info)
+        given["sample_id"] = given.pop("sample_ids", [None] * len(replies))
+        samples = []
+        for i, reply in enumerate(replies):
+            own = {name: values[i] for name, values in given.items()}
+            samples.append(self.sample(reply, DecodeOptions(**own, **options), info))
+        return build_trace(samples, model=info)
 
     def _read_all(self, results: Any) -> list[Reply]:
         if not isinstance(results, (list, tuple)):
@@ -137,65 +141,28 @@ class Decoder(ReplyReader):
         names = [", ".join(filter(None, (f"sample {i}", reply.source.sample))) for i, reply in enumerate(replies)]
         return [replace(reply, source=replace(reply.source, sample=name)) for reply, name in zip(replies, names)]
 
-    def trace_of(
-        self, replies: Sequence[Reply], options: Sequence[DecodeOptions], model: ModelRoutingInfo, *, begin: int = 0
-    ) -> RoutingTrace:
-        """Return one trace of replies.
-
-        Args:
-            begin: rows of earlier tokens are neither checked nor kept.
-        """
+    def sample(self, reply: Reply, options: DecodeOptions, model: ModelRoutingInfo) -> SampleRows:
+        """Return the arrays of a reply and their tokens."""
+        has_routes = reply["routed_experts"] is not None or reply["prompt_routed_experts"] is not None
+        lost = f"MRR302: missing, though the model has MoE layers: it would train on live routes. {self.setup}"
         # Before the tokens: a reply without routes often has no ids either, and the advice to pass ids would mislead.
-        for reply in replies:
-            self._check_routes(reply, may_be_empty=reply.aborted)
-        samples = [self._sample(reply, model, each, begin) for reply, each in zip(replies, options, strict=True)]
-        return build_trace(samples, model=model)
-
-    def _check_routes(self, reply: Reply, *, may_be_empty: bool) -> bool:
-        """Return whether a reply has routes; raise if it must have some."""
-        has_routes = any(reply[name] is not None for name in ("routed_experts", *self.shared))
-        if not has_routes and not may_be_empty:
-            raise reply.source.error(
-                f"MRR302: missing, though the model has MoE layers: it would train on live routes. {self.start}"
-            )
-        return has_routes
-
-    def _sample(self, reply: Reply, model: ModelRoutingInfo, options: DecodeOptions, begin: int) -> SampleRows:
+        if not has_routes and not reply.aborted:
+            raise reply.source.error(lost)
         reply = self.corrected(reply, model)
         # Tokens come before rows: a text of routes is bounded by their number before it is decoded.
         tokens = resolve_tokens(reply, options)
-        # An aborted request that had generated tokens had routes for them: without these they are lost.
+        # An aborted request that had generated tokens had routes for them.
         may_be_empty = reply.aborted and tokens.nothing_generated
-        has_routes = self._check_routes(reply, may_be_empty=may_be_empty)
-        layout = self.rows(reply, model, tokens, options) if has_routes else RowLayout(parts=())
-        if layout.start is not None and options.start not in (0, layout.start):
-            raise reply.source.error(
-                f"MRR305: its rows begin at token {layout.start}, not at start={options.start}: leave start out."
-            )
-        return SampleRows(
-            source=reply.source,
-            layout=layout,
-            tokens=tokens,
-            options=options if layout.start is None else replace(options, start=layout.start),
-            may_be_empty=may_be_empty,
-            weight_version=stamp_versions(reply, tokens, options.weight_version),
-            begin=begin,
-        )
+        if not has_routes and not may_be_empty:
+            raise reply.source.error(lost)
+        none = RowLayout(parts=(), layer_numbers=model.moe_layer_numbers)
+        layout = self.rows(reply, model, tokens, options) if has_routes else none
+        return SampleRows(source=reply.source, layout=layout, tokens=tokens, options=options, may_be_empty=may_be_empty)
 
 
-def _as_list(name: str, values: Any) -> Any:
-    if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__"):
-        raise PayloadError(f"MRR312: {name} is {type(values).__name__}, expected a list with one entry a sample.")
-    return values
-
-
-def _per_sample(prompts: Any, num_samples: int) -> Any:
-    """Return one prompt per sample; a flat list of ids is the prompt of all."""
-    if prompts is None:
-        return None
-    prompts = _as_list("prompt_token_ids", prompts)
-    if isinstance(prompts, (torch.Tensor, np.ndarray)):
-        return [prompts] * num_samples if prompts.ndim == 1 else list(prompts)
+def _is_flat(prompts: Any) -> bool:
+    """Return whether this is one list of token ids, the prompt of all samples, and not a list of such lists."""
+    if isinstance(prompts, (str, bytes, Mapping)) or not hasattr(prompts, "__len__") or not len(prompts):
+        return False
     # Arrays of no dimension have a length method as well, and are ids.
-    is_flat = len(prompts) and not any(hasattr(each, "__len__") and getattr(each, "ndim", 1) for each in prompts)
-    return [prompts] * num_samples if is_flat else prompts
+    return not hasattr(prompts[0], "__len__") or getattr(prompts[0], "ndim", None) == 0

@@ -13,10 +13,8 @@ narrow dtype and without a copy where the format allows; `rows` checks them.
 from __future__ import annotations
 
 import io
-from array import array as int_array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -174,19 +172,22 @@ def as_array(value: Any, *, source: Source) -> Array:
     Raises:
         PayloadError: not integers, or ragged.
     """
-    if isinstance(value, (list, tuple)):
-        return _from_lists(value, source)
     if isinstance(value, torch.Tensor):
         # numpy has no bfloat16 and no quantized dtypes, so torch's are checked before the conversion.
-        value = value.detach().cpu()
         if value.is_floating_point() or value.is_complex() or value.dtype is torch.bool or value.is_quantized:
             raise source.error(f"MRR310: must hold integers, got {value.dtype}.")
-        return np.asarray(value.numpy())
-    if not hasattr(value, "__array__"):
+        value = value.detach().cpu().numpy()
+    is_list = isinstance(value, (list, tuple))
+    if not is_list and not hasattr(value, "__array__"):
         raise source.error(
             f"MRR310: cannot read routes from {type(value).__name__}: expected an array, base64 or nested lists."
         )
-    converted: Array = np.asarray(value)
+    try:
+        converted: Array = np.asarray(value)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise source.error(f"MRR310: lists must be [rows][layers][topk] of integers: {error}.") from None
+    if is_list and not converted.size:  # numpy would call these floats
+        return np.zeros((len(value), 0, 0), np.int32)
     if converted.ndim == 0:
         raise source.error("MRR310: is a single number, expected an array.")
     if converted.dtype.kind not in "iu":
@@ -200,52 +201,13 @@ def as_token_ids(value: Any, *, source: Source) -> Array:
     Raises:
         PayloadError: not one-dimensional integers of int32.
     """
-    if not isinstance(value, (list, tuple)) and not hasattr(value, "__array__"):
+    if not hasattr(value, "__array__"):
         if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
             raise source.error(f"MRR309: token ids must be integers, got {type(value).__name__}.")
         value = list(value)
-    if isinstance(value, (list, tuple)):
-        return _as_int32(value, source)
     ids = as_array(value, source=source)
-    if ids.ndim != 1:
+    if ids.size and ids.ndim != 1:
         raise source.error(f"MRR309: token ids must be one-dimensional, got shape {list(ids.shape)}.")
     if ids.size and not (-(2**31) <= int(ids.min()) and int(ids.max()) < 2**31):
         raise source.error(f"MRR309: token ids reach {int(ids.max())}, which int32 cannot hold.")
-    return ids.astype(np.int32)
-
-
-def _as_int32(values: Sequence[Any], source: Source) -> Array:
-    """Return Python's or numpy's integers as [n] int32; text and floats raise."""
-    # Nearly always all are plain integers, and the set of their types is many times faster than a loop.
-    if not set(map(type, values)) <= {int}:
-        for value in values:
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-                raise source.error(f"MRR310: must hold integers, got {type(value).__name__}.")
-        values = [int(value) for value in values]
-    try:
-        return np.frombuffer(int_array("i", values), np.int32) if values else np.zeros(0, np.int32)
-    except OverflowError:
-        raise source.error("MRR310: an id does not fit int32.") from None
-
-
-def _from_lists(value: Sequence[Any], source: Source) -> Array:
-    """Return nested lists, or a list of arrays of one shape, as an array."""
-    if not len(value):
-        return np.zeros((0, 0, 0), np.int32)
-    if all(isinstance(item, (np.ndarray, torch.Tensor)) for item in value):
-        arrays = [as_array(item, source=source) for item in value]
-        if len({item.shape for item in arrays}) > 1:
-            raise source.error(f"MRR310: rows differ in shape: {sorted({item.shape for item in arrays})[:4]}.")
-        return np.stack(arrays)
-    # One level at a time: chain and array run in C, which makes JSON of thousands of rows bearable.
-    shape, flat = [len(value)], value
-    while flat and set(map(type, flat)) <= {list, tuple}:
-        lengths = set(map(len, flat))
-        if len(lengths) != 1 or len(shape) >= 3:
-            raise source.error(
-                f"MRR310: nested lists are ragged or deeper than [rows][layers][topk]: lengths {sorted(lengths)[:4]} "
-                f"at level {len(shape)}."
-            )
-        shape += lengths
-        flat = list(chain.from_iterable(flat))
-    return _as_int32(flat, source).reshape(shape)
+    return ids.reshape(-1).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Results -> replies: a reader for all engines, and a table of field names for each.
+"""Results -> replies: one reader for all engines, and a table of field names for each.
 
 A result is a reply (a dict parsed from JSON, or a Python object), the list of the chunks of a stream, or an array. A reply
 has choices, or is itself one. Choices are sorted by their `index`, in whatever order they arrive.
@@ -11,33 +11,67 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from inspect import isawaitable
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import numpy as np
+import torch
 
 from megatron_router_replay.checks import shown
 from megatron_router_replay.engines.payload import Source, as_token_ids, is_tensor
-from megatron_router_replay.engines.reply import (
-    Kind,
-    Reply,
-    StatedCount,
-    first_known,
-    get_field,
-    is_count,
-    read_counts,
-    read_spans,
-    refuse_non_reply,
-)
+from megatron_router_replay.errors import PayloadError
+
+Kind = Literal["prompt", "output", "all"]
+
+Holders = Mapping[str, Any]
+"""The objects that have fields of a choice or a response: itself and those of `_INSIDE`, by name."""
+
+MAX_COUNT = 1 << 48
+"""No response counts so many tokens; integers of thousands of digits cannot even be written into a message."""
 
 _USAGE: Mapping[str, Kind] = {"prompt_tokens": "prompt", "completion_tokens": "output", "total_tokens": "all"}
+
+_INSIDE = ("message", "meta_info", "sglext", "metadata")
+"""Fields of a response or a choice that contain more of its fields."""
+
+_ABSENT = object()
 
 FIELDS = {
     "routed_experts": ("routed_experts",),
     "prompt_token_ids": ("prompt_token_ids",),
     "output_token_ids": ("token_ids",),
+    "weight_version": ("weight_version",),
+    "weight_versions": ("weight_versions",),
 }
-"""The fields that every engine's table has, under the names that most engines use."""
+"""The fields that most engines have, under the names that most engines use."""
+
+
+class StatedCount(NamedTuple):
+    """A number of tokens that a response states: of the prompt, of the output, or of both."""
+
+    name: str
+    kind: Kind
+    value: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reply:
+    """One generated sequence as an engine sent it.
+
+    Args:
+        fields: values by the names of `ReplyReader.fields`; `reply[name]` is None where the response has none.
+        aborted: the engine gave the request up; without any output it then has no routes.
+        counts: numbers of tokens that the response states of this sequence.
+    """
+
+    source: Source
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    aborted: bool = False
+    counts: tuple[StatedCount, ...] = ()
+
+    def __getitem__(self, name: str) -> Any:
+        return self.fields.get(name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -46,25 +80,18 @@ class ReplyReader:
 
     Args:
         title: of the engine, in messages.
-        fields: our name of a field -> the engine's names of it, on a choice or in one of `inside`. An engine's own `rows`
-            read the fields beyond those of `FIELDS`.
-        inside: fields of a response or a choice that contain more of its fields.
-        shared: fields of a response that all its choices share, as they share one prompt.
-        listed: the field of a response that has the output ids of each choice in a list.
-        counts: fields that count the tokens of a choice.
-        stream: "new": each chunk has its own ids; "counted": its own or all so far, which its counts decide; None: the
-            engine streams no routes.
+        fields: our name of a field -> the engine's names of it. An engine's own `rows` read the fields beyond `FIELDS`.
+        counts: fields that count the tokens of a choice. The chunks of a stream have all ids so far or the new ones, which
+            a count of the output decides; without one they have the new ones.
+        streams: whether the engine's streams have routes.
         keep_all: advice for a response of several choices with the routes of the first one alone.
         unwrap: applied to routes and ids before anything else.
     """
 
     title: str
     fields: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: FIELDS)
-    inside: tuple[str, ...] = ("message", "metadata")
-    shared: tuple[str, ...] = ()
-    listed: str = ""
     counts: Mapping[str, Kind] = field(default_factory=dict)
-    stream: Literal["new", "counted"] | None = None
+    streams: bool = False
     keep_all: str = "Send one request a choice."
     unwrap: Callable[[Any, Source], Any] = lambda value, source: value
 
@@ -81,14 +108,15 @@ class ReplyReader:
         # Nested lists and lists of arrays are routes. A list with anything else among replies is read so too, and raises.
         if not chunks or not all(map(self._is_reply, chunks)):
             return [Reply(source=source, fields={"routed_experts": self.unwrap(result, source)})]
-        if len(chunks) > 1 and self.stream is None:
+        if len(chunks) > 1 and not self.streams:
             raise source.error(
                 "MRR311: is a list of replies, and this engine streams no routes: send the request without stream, and pass "
                 "several results to decode_batch."
             )
-        choices = self._choices(chunks, source)
+        choices = _choices(chunks, source)
         # Usage, and SGLang's routes and ids, come with the last chunks of a stream, so these are first.
-        response = [holder for chunk in reversed(chunks) if _has_choices(chunk) for holder in self._holders(chunk)]
+        responses = [_holders(chunk) for chunk in reversed(chunks) if _items(chunk) is not _ABSENT]
+        response = [holder for each in responses for holder in each.values()]
         if len(choices) > 1:
             self._check_shared(choices, response, source)
         return [self._reply(parts, index, len(choices), response, source) for index, parts in enumerate(choices)]
@@ -98,77 +126,20 @@ class ReplyReader:
             return not is_tensor(item)
         return any(hasattr(item, name) for name in ("choices", "outputs", *self.fields["routed_experts"]))
 
-    def _holders(self, item: Any) -> list[Any]:
-        """Return the objects that may have fields of an item: the item itself and, two deep, those of `inside`."""
-        holders = [item]
-        for _ in range(2):
-            inner = [get_field(holder, name) for holder in holders for name in self.inside]
-            holders += [each for each in inner if each is not None and not any(each is known for known in holders)]
-        return holders
-
     def _values(self, name: str, holders: Iterable[Any]) -> list[Any]:
         """Return the values of a field, at most one for each object."""
-        values = (first_known(*(get_field(holder, known) for known in self.fields[name])) for holder in holders)
+        values = (first_known(get_field(holder, known) for known in self.fields[name]) for holder in holders)
         return [value for value in values if value is not None]
 
-    def _choices(self, chunks: Sequence[Any], source: Source) -> list[list[Any]]:
-        """Return the parts of each choice in the order of the indexes: one part, or the chunks of its stream."""
-        streams: dict[int, list[Any]] = {}
-        # The chunks of a response have one id, at the key None here; bare chunks have an id of their choice.
-        requests: dict[int | None, set[str]] = {}
-        for chunk in chunks:
-            pairs = _indexed(chunk, source, is_chunk=len(chunks) > 1)
-            for index in [None] if _has_choices(chunk) else [index for index, _ in pairs]:
-                requests.setdefault(index, set()).add(shown(self._request(self._holders(chunk)), 80))
-            for index, choice in pairs:
-                # The chunks of n choices arrive interleaved, each under the index of its choice.
-                parts = streams.setdefault(index, [])
-                if parts and not self._is_unfinished(parts[-1]):
-                    raise source.error(
-                        f"MRR311: index {index} comes again after its end: a chunk came twice, or these are several results, "
-                        "which decode_batch takes as a list."
-                    )
-                parts.append(choice)
-        if several := next((sorted(names) for names in requests.values() if len(names) > 1), None):
-            raise source.error(
-                f"MRR311: its chunks are of several requests, {', '.join(several[:4])}: decode_batch takes a list of streams."
-            )
-        if not streams:
-            raise source.error("MRR301: it has no choices.")
-        if sorted(streams) != list(range(len(streams))):
-            raise source.error(
-                f"MRR312: its choices have index {sorted(streams)[:8]}, expected each of 0..{len(streams) - 1}: one is lost."
-            )
-        # Only the last chunk has the routes. A single chunk that was given as a reply raises here, too.
-        unfinished = [index for index, parts in streams.items() if self._is_unfinished(parts[-1])]
-        if unfinished:
-            raise source.error(
-                f"MRR311: ends before index {unfinished[:8]} is finished: its last chunk is missing. The chunks of a stream "
-                "are one result: give decode their list, and decode_batch a list of such lists."
-            )
-        return [streams[index] for index in range(len(streams))]
-
-    def _is_unfinished(self, choice: Any) -> bool:
-        """Return whether a choice has a finish reason that is None; a choice without the field is complete."""
-        having = [
-            holder
-            for holder in self._holders(choice)
-            if ("finish_reason" in holder if isinstance(holder, Mapping) else hasattr(holder, "finish_reason"))
-        ]
-        return bool(having) and all(get_field(holder, "finish_reason") is None for holder in having)
-
-    def _request(self, holders: Iterable[Any]) -> Any:
-        return first_known(*(get_field(holder, name) for holder in holders for name in ("request_id", "id")))
-
-    def _check_shared(self, choices: Sequence[Sequence[Any]], response: Sequence[Any], source: Source) -> None:
+    def _check_shared(self, choices: Sequence[Sequence[Holders]], response: Sequence[Any], source: Source) -> None:
         """Raise if the routes of a response are not those of all its choices."""
-        last = [self._holders(parts[-1]) for parts in choices]
+        last = [parts[-1].values() for parts in choices]
         if self._values("routed_experts", response) and not any(self._values("routed_experts", each) for each in last):
             raise source.error(
                 f"MRR312: with {len(choices)} choices it has the routes of the first result only; the rest are lost. "
                 f"{self.keep_all} Is this a reply of another engine?"
             )
-        if any(self._values(name, response) for name in self.shared):
+        if "prompt_routed_experts" in self.fields and self._values("prompt_routed_experts", response):
             # Without ids, n samples of a prompt look like a sample of each of n prompts.
             ids = [value for each in last for value in self._values("prompt_token_ids", each)[:1]]
             if len(ids) < len(choices) or len({as_token_ids(each, source=source).tobytes() for each in ids}) > 1:
@@ -178,7 +149,7 @@ class ReplyReader:
                 )
 
     def _reply(
-        self, parts: Sequence[Any], index: int, num_choices: int, response: Sequence[Any], source: Source
+        self, parts: Sequence[Holders], index: int, num_choices: int, response: Sequence[Any], source: Source
     ) -> Reply:
         """Return the reply of a choice.
 
@@ -186,17 +157,16 @@ class ReplyReader:
             parts: the chunks of its stream, or the complete choice.
             response: the objects that may have fields of its response; () if there is none.
         """
-        last = self._holders(parts[-1])
-        request = self._request([*last, *response])
+        request = _request([*parts[-1].values(), *response])
         labels = [f"choice {index}"] if num_choices > 1 else []
         labels += [f"request {str(request)[:60]}"] if isinstance(request, str) or is_count(request) else []
         source = replace(source, sample=", ".join(labels))
         # The last chunk comes first: it has the counts and the spans of all the output.
-        own = [holder for part in reversed(parts) for holder in self._holders(part)]
-        # Apart from the prompt, a field of a response with several choices may be any choice's.
+        own = [holder for part in reversed(parts) for holder in part.values()]
+        # A field of a response with several choices may be any choice's, unless it is of their prompt.
         known = [*own, *response] if num_choices == 1 else own
         fields = {
-            name: first_known(*self._values(name, [*own, *response] if name in self.shared else known))
+            name: first_known(self._values(name, [*own, *response] if name.startswith("prompt") else known))
             for name in self.fields
         }
         routes = self._values("routed_experts", known)
@@ -206,58 +176,45 @@ class ReplyReader:
                 "MRR311: two parts of it carry routes, and different ones: expected the last chunk alone."
             )
         fields["routed_experts"] = self.unwrap(routes[0], source) if routes else None
-        prompts = self._values("prompt_token_ids", own)
         # A batch of prompts has a prompt for each choice, and the response may repeat one of them.
-        prompts += self._values("prompt_token_ids", response) if num_choices == 1 or not prompts else []
+        prompts = self._values("prompt_token_ids", known) or self._values("prompt_token_ids", response)
         fields["prompt_token_ids"] = self._agreed_ids("prompt_token_ids", prompts, source)
-        outputs = self._output_ids(parts, source, has_routes=bool(routes))
+        outputs = self._output_ids(parts, source) if len(parts) == 1 or routes else []
         outputs += self._listed_ids(response, index, num_choices, source)
         fields["output_token_ids"] = self._agreed_ids("output_token_ids", outputs, source)
         counts = [count for part in parts[:-1] for count in self._counts(part, source) if count.kind == "prompt"]
         counts += self._counts(parts[-1], source)
-        reason = first_known(*(get_field(holder, "finish_reason") for holder in last))
+        reason = _finish_reason(parts[-1])
         if isinstance(reason, Mapping):  # SGLang: {"type": "length", "length": 16}
             counts += read_counts(reason, {"length": "output"}, prefix="finish_reason", source=source)
             reason = reason.get("type")
         if num_choices == 1:  # the usage of several choices is a sum, which counts none of them
-            usage = first_known(*(get_field(holder, "usage") for holder in response))
+            usage = first_known(get_field(holder, "usage") for holder in response)
             counts += read_counts(usage, _USAGE, prefix="usage", source=source)
-        weights, spans = (
-            first_known(*(get_field(holder, name) for holder in known))
-            for name in ("weight_version", "weight_versions")
-        )
-        return Reply(
-            source=source,
-            fields=fields,
-            aborted=isinstance(reason, str) and reason == "abort",
-            counts=tuple(counts),
-            weight_spans=read_spans(spans, source=source),
-            weight_name=weights if isinstance(weights, str) else None,
-        )
+        aborted = isinstance(reason, str) and reason == "abort"
+        return Reply(source=source, fields=fields, aborted=aborted, counts=tuple(counts))
 
-    def _counts(self, part: Any, source: Source) -> list[StatedCount]:
-        named = {"the choice": part} | {name: get_field(part, name) for name in self.inside}
+    def _counts(self, part: Holders, source: Source) -> list[StatedCount]:
         return [
             count
-            for prefix, holder in named.items()
-            for count in read_counts(holder, self.counts, prefix=prefix, source=source)
+            for name, holder in part.items()
+            for count in read_counts(holder, self.counts, prefix=name, source=source)
         ]
 
-    def _output_ids(self, parts: Sequence[Any], source: Source, *, has_routes: bool) -> list[Any]:
+    def _output_ids(self, parts: Sequence[Holders], source: Source) -> list[Any]:
         """Return the lists of output ids that a choice has, or the one list that its chunks make."""
         if len(parts) == 1:
-            return self._values("output_token_ids", self._holders(parts[0]))
-        ids = [first_known(*self._values("output_token_ids", self._holders(part))) for part in parts]
-        # Some chunks of a completions or chat stream have no ids, and none has routes.
-        if not has_routes or all(value is None for value in ids):
+            return self._values("output_token_ids", parts[0].values())
+        ids = [first_known(self._values("output_token_ids", part.values())) for part in parts]
+        if all(value is None for value in ids):
             return []
         for i, value in enumerate(ids):
             if not isinstance(value, (list, tuple)):
                 raise source.error(
                     f"MRR311: chunk {i} of the stream has the ids {shown(value)} and others have a list: it is broken."
                 )
-        if self.stream == "counted":
-            stated = [next((c.value for c in self._counts(part, source) if c.kind == "output"), None) for part in parts]
+        if "output" in self.counts.values():
+            stated = [first_known(c.value for c in self._counts(part, source) if c.kind == "output") for part in parts]
             # The last chunk of a stream that repeats itself has all ids of the earlier ones.
             if stated[-1] == len(ids[-1]):
                 return [list(ids[-1])]
@@ -270,13 +227,12 @@ class ReplyReader:
         return [[token for value in ids for token in value]]
 
     def _listed_ids(self, response: Sequence[Any], index: int, num_choices: int, source: Source) -> list[Any]:
-        """Return the output ids of a choice in the lists that a response has for all choices."""
-        lists = [get_field(holder, self.listed) for holder in response] if self.listed else []
-        lists = [value for value in lists if value is not None]
+        """Return the output ids of a choice in the lists that a response has for all choices, as SGLang's `sglext`."""
+        lists = self._values("output_token_ids", response)
         for value in lists:
             if not (isinstance(value, (list, tuple)) and len(value) == num_choices):
                 size = len(value) if hasattr(value, "__len__") else shown(value)
-                raise source.error(f"MRR312: has {size} {self.listed} for {num_choices} choices.")
+                raise source.error(f"MRR312: has {size} lists of output ids for {num_choices} choices.")
         return [value[index] for value in lists]
 
     def _agreed_ids(self, name: str, values: Sequence[Any], source: Source) -> Any:
@@ -291,27 +247,55 @@ class ReplyReader:
         return values[0] if values else None
 
 
-def _is_same(value: Any, first: Any) -> bool:
-    """Return whether two texts are equal, or two values of another kind one object: arrays are not compared."""
-    return value is first or (isinstance(value, (str, bytes)) and type(value) is type(first) and value == first)
-
-
-def _has_choices(item: Any) -> bool:
-    return any(
-        name in item if isinstance(item, Mapping) else getattr(item, name, None) is not None
-        for name in ("choices", "outputs")
-    )
+def _choices(chunks: Sequence[Any], source: Source) -> list[list[Holders]]:
+    """Return the parts of each choice in the order of the indexes: one part, or the chunks of its stream."""
+    streams: dict[int, list[Holders]] = {}
+    # The chunks of a response have one id, at the key None here; bare chunks have an id of their choice.
+    requests: dict[int | None, set[str]] = {}
+    for chunk in chunks:
+        pairs = _indexed(chunk, source, is_chunk=len(chunks) > 1)
+        for index in [index for index, _ in pairs] if _items(chunk) is _ABSENT else [None]:
+            requests.setdefault(index, set()).add(shown(_request(_holders(chunk).values()), 80))
+        for index, choice in pairs:
+            # The chunks of n choices arrive interleaved, each under the index of its choice.
+            parts = streams.setdefault(index, [])
+            if parts and _finish_reason(parts[-1]) is not None:
+                raise source.error(
+                    f"MRR311: index {index} comes again after its end: a chunk came twice, or these are several results, "
+                    "which decode_batch takes as a list."
+                )
+            parts.append(_holders(choice))
+    if several := next((sorted(names) for names in requests.values() if len(names) > 1), None):
+        raise source.error(
+            f"MRR311: its chunks are of several requests, {', '.join(several[:4])}: decode_batch takes a list of streams."
+        )
+    if not streams:
+        raise source.error("MRR301: it has no choices.")
+    if sorted(streams) != list(range(len(streams))):
+        raise source.error(
+            f"MRR312: its choices have index {sorted(streams)[:8]}, expected each of 0..{len(streams) - 1}: one is lost."
+        )
+    # Only the last chunk has the routes. A single chunk that was given as a reply raises here, too.
+    unfinished = [index for index, parts in streams.items() if _finish_reason(parts[-1]) is None]
+    if unfinished:
+        raise source.error(
+            f"MRR311: ends before index {unfinished[:8]} is finished: its last chunk is missing. The chunks of a stream "
+            "are one result: give decode their list, and decode_batch a list of such lists."
+        )
+    return [streams[index] for index in range(len(streams))]
 
 
 def _indexed(reply: Any, source: Source, *, is_chunk: bool) -> list[tuple[int, Any]]:
     """Return (index, choice) of each choice; the index of choices that all have none is their position."""
-    has_choices = _has_choices(reply)
-    items = first_known(get_field(reply, "choices"), get_field(reply, "outputs")) if has_choices else [reply]
+    items = _items(reply)
+    is_choice = items is _ABSENT
+    if is_choice:
+        items = [reply]
     if not isinstance(items, (list, tuple)):
         raise source.error(f"MRR301: its choices are {type(items).__name__}, expected a list.")
     indexes = [get_field(item, "index") for item in items]
     # A choice without its response is one sample, whatever place it had there.
-    if all(index is None for index in indexes) or not (has_choices or is_chunk):
+    if all(index is None for index in indexes) or (is_choice and not is_chunk):
         return list(enumerate(items))
     # Bounded, because Python refuses to write integers of thousands of digits into a message.
     if not all(type(index) is int and 0 <= index < 2**31 for index in indexes) or len(set(indexes)) < len(indexes):
@@ -319,3 +303,90 @@ def _indexed(reply: Any, source: Source, *, is_chunk: bool) -> list[tuple[int, A
             f"MRR312: its choices have index {shown(indexes)}: each must be an int32 of 0 or more, and there once."
         )
     return list(zip(indexes, items))
+
+
+def _items(reply: Any) -> Any:
+    """Return the choices of a reply, of any type; _ABSENT if it is itself one."""
+    choices = get_field(reply, "choices", _ABSENT)
+    return get_field(reply, "outputs", _ABSENT) if choices is _ABSENT else choices
+
+
+def _holders(item: Any) -> Holders:
+    inner = {name: get_field(item, name) for name in _INSIDE}
+    return {"the choice": item} | {name: value for name, value in inner.items() if value is not None}
+
+
+def _request(holders: Iterable[Any]) -> Any:
+    return first_known(get_field(holder, name) for holder in holders for name in ("request_id", "id"))
+
+
+def _finish_reason(choice: Holders) -> Any:
+    """Return the reason of a choice's end: None if it has not ended, "" if it has no such field."""
+    reasons = [get_field(holder, "finish_reason", _ABSENT) for holder in choice.values()]
+    reasons = [reason for reason in reasons if reason is not _ABSENT]
+    return first_known(reasons) if reasons else ""
+
+
+def _is_same(value: Any, first: Any) -> bool:
+    """Return whether two texts are equal, or two values of another kind one object: arrays are not compared."""
+    return value is first or (isinstance(value, (str, bytes)) and type(value) is type(first) and value == first)
+
+
+def get_field(item: Any, name: str, default: Any = None) -> Any:
+    """Return a field of a parsed JSON object or an attribute of a Python object; `default` if it is not there."""
+    # Most items are dicts, and isinstance of an abstract class costs more than reading the field.
+    if type(item) is dict or isinstance(item, Mapping):
+        return item.get(name, default)
+    return getattr(item, name, default)
+
+
+def first_known(values: Iterable[Any]) -> Any:
+    """Return the first value that is not None; None if all are."""
+    return next((value for value in values if value is not None), None)
+
+
+def is_count(value: Any) -> TypeGuard[int]:
+    """Return whether this is an integer that counts something; for Python True is one, too."""
+    return type(value) is int and 0 <= value < MAX_COUNT
+
+
+def read_counts(holder: Any, names: Mapping[str, Kind], *, prefix: str, source: Source) -> list[StatedCount]:
+    """Return the counts that `holder` states under `names`; absent and null ones are left out.
+
+    Raises:
+        PayloadError: a count is there and no integer of 0 or more.
+    """
+    values = {name: value for name in names if (value := get_field(holder, name)) is not None}
+    for name, value in values.items():
+        if not is_count(value):
+            raise source.error(f"MRR309: {prefix}.{name} is {shown(value)}, it must be an integer of 0 or more.")
+    return [StatedCount(f"{prefix}.{name}", names[name], value) for name, value in values.items()]
+
+
+def refuse_non_reply(result: Any, engine: str) -> None:
+    """Raise PayloadError, with the server's own words, where a caller passes something that is no reply."""
+    if isinstance(result, (list, tuple, np.ndarray, torch.Tensor)):
+        return  # the rows of an array: there may be many
+    kind, words = type(result).__name__, None
+    if result is None:
+        words = "the result is None, so its routes are missing, though the model has MoE layers. Did the request fail?"
+    elif isinstance(result, Mapping) and not {"choices", "outputs", "meta_info"} & set(result):
+        message = result.get("message") if result.get("object") == "error" else None
+        stated = first_known([result.get("error"), result.get("detail"), message])
+        if stated is not None:
+            words = f"the server answered with an error: {shown(stated, 300)}. There is no reply to decode."
+    elif isinstance(result, (str, bytes)):
+        start = result[:200] if isinstance(result, str) else result[:200].decode("latin-1")
+        # Base64 has no blank and begins with no bracket. Raw ids of int32 may begin with one, but have bytes of 0.
+        is_text = all(character >= " " or character in "\t\r\n" for character in start)
+        if is_text and (start.startswith(("{", "[", "<", "data:")) or " " in start):
+            kind = "text" if isinstance(result, str) else "bytes"
+            words = f"the result is the {kind} {shown(result, 120)}: parse JSON first, of a stream each chunk apart."
+    elif isawaitable(result):
+        words = f"the result is a {kind} that was not awaited: await it, and parse JSON first."
+    elif not any(hasattr(result, name) for name in ("choices", "outputs", "routed_experts", "__array__")) and any(
+        callable(getattr(result, name, None)) for name in ("json", "read")
+    ):
+        words = f"the result is a {kind}, a response of HTTP: parse JSON first, with response.json() or json.load(response)."
+    if words is not None:
+        raise PayloadError(f"MRR301: {engine}: {words}")

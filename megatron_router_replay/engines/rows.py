@@ -35,36 +35,34 @@ _MAX_COUNTED_TOKENS = 1 << 20
 _LOG = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RowLayout:
     """The arrays of a sample as an engine lays them out.
 
     Args:
         parts: arrays [rows, layers, topk] that follow one another; the first row is token `start`.
-        columns: the column of each MoE layer, in the order of the layers; None: all hidden layers have a column.
-        filler: columns that must be filler (all 0 or all -1) and carry no route; None: the dense layers if all
-            hidden layers have a column, else none.
+        layer_numbers: Megatron's number of each entry of the layer axis. Columns of dense layers must be filler, all 0 or
+            all -1; those of `ids_in_dense_layers` may hold anything.
         last_row: a row of the last token, where there is one, is "padding" or a "route" (of a full forward); "none": an
             engine sends no such row.
         explain_surplus: the reason why surplus rows are refused even where the caller allows them; "": they are not.
         start: the token of the first row, where the reply states it.
     """
 
-    parts: tuple[Array, ...]
-    columns: tuple[int, ...] | None = None
-    filler: tuple[int, ...] | None = None
+    parts: Sequence[Array]
+    layer_numbers: Sequence[int]
+    ids_in_dense_layers: bool = False
     last_row: Literal["none", "padding", "route"] = "none"
     explain_surplus: str = ""
     start: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SampleRows:
     """One sample: the arrays of its routes, its tokens and the caller's options.
 
     Args:
         may_be_empty: the request was aborted before its first token, so no rows at all are right.
-        weight_version: [S] int32, or None where unknown.
         begin: rows of earlier tokens are neither checked nor kept.
     """
 
@@ -73,12 +71,15 @@ class SampleRows:
     tokens: SampleTokens
     options: DecodeOptions
     may_be_empty: bool = False
-    weight_version: Array | None = None
     begin: int = 0
 
     @property
     def num_rows(self) -> int:
         return sum(part.shape[0] for part in self.layout.parts)
+
+    @property
+    def start(self) -> int:
+        return self.options.start if self.layout.start is None else self.layout.start
 
     @property
     def last_row(self) -> str:
@@ -101,21 +102,21 @@ def build_trace(samples: Sequence[SampleRows], *, model: ModelRoutingInfo) -> Ro
     sample_ids = _all_or_none("sample id", samples, [sample.options.sample_id for sample in samples])
     # A sample without any row has no route that a version could belong to; it is no reason to refuse the rest.
     routed = [sample for sample in samples if sample.num_rows]
-    has_versions = bool(_all_or_none("weight version", routed, [sample.weight_version for sample in routed]))
+    has_versions = bool(_all_or_none("weight version", routed, [sample.tokens.weight_version for sample in routed]))
     lengths = tuple(sample.tokens.num_tokens for sample in samples)
     # Nothing is cleared: `_fill` writes every row, as a route or as filler.
     shape = (sum(lengths), len(model.moe_layer_numbers), model.topk)
     indices = torch.empty(shape, dtype=index_dtype(model.num_experts))
     mask = np.zeros(len(indices), np.bool_)
     versions = np.full(len(indices), -1, np.int32)
-    begin = 0
+    first = 0
     for sample, length in zip(samples, lengths):
-        rows = slice(begin, begin + length)
+        rows = slice(first, first + length)
         _fill(sample, model, indices[rows].numpy(), mask[rows])
         # A sample without any route, such as an aborted one, has no version either.
-        if sample.weight_version is not None and mask[rows].any():
-            versions[rows] = sample.weight_version
-        begin += length
+        if sample.tokens.weight_version is not None and mask[rows].any():
+            versions[rows] = sample.tokens.weight_version
+        first += length
     # Every row was checked while it was copied, so the trace does not check it again.
     trace = RoutingTrace.from_checked(
         topk_indices=indices,
@@ -131,20 +132,6 @@ def build_trace(samples: Sequence[SampleRows], *, model: ModelRoutingInfo) -> Ro
     return trace
 
 
-def _report(trace: RoutingTrace, samples: Sequence[SampleRows]) -> None:
-    if trace.token_ids is None and samples:
-        warn(
-            "no token ids",
-            "a trace without token ids: nothing proves that its rows are those of the tokens that a model runs. Have "
-            "the engine return ids, or pass token_ids=.",
-            once=True,  # a trainer may decode sample by sample
-        )
-    if samples and _LOG.isEnabledFor(logging.INFO):
-        rows = [len(samples), trace.num_tokens, int(trace.replay_mask.sum()), trace.num_layers]
-        engine = samples[0].source.engine
-        _LOG.info("%s: decoded %d samples: %d tokens, %d with a route, %d MoE layers", engine, *rows)
-
-
 def _all_or_none(noun: str, samples: Sequence[SampleRows], values: list[Any]) -> list[Any]:
     """Return the values if every sample has one, [] if none has; raise PayloadError if only some have."""
     missing = [sample for sample, value in zip(samples, values) if value is None]
@@ -153,47 +140,9 @@ def _all_or_none(noun: str, samples: Sequence[SampleRows], values: list[Any]) ->
     return [] if missing else values
 
 
-def _fill(sample: SampleRows, model: ModelRoutingInfo, out: Array, mask: Array) -> None:
-    """Copy and check one sample's rows into out [num_tokens, moe layers, topk] and mask [num_tokens]."""
-    options, num_tokens = sample.options, sample.tokens.num_tokens
-    columns, filler, _ = find_columns(sample.layout, model)
-    # The last sampled token is never fed back to the engine, so it has no route, whatever its row contains.
-    end = num_tokens if sample.last_row == "route" else max(num_tokens - 1, 0)
-    row, num_lost = options.start, 0
-    for part in sample.layout.parts:
-        first = max(row, sample.begin)  # of a decode server, the rows of the prompt are rubbish
-        rows = part[first - row : max(end - row, 0)]
-        row += len(part)
-        if not len(rows):
-            continue
-        _check_filler(sample, rows, filler, first)
-        place = slice(first, first + len(rows))
-        mask[place] = copy_routes(
-            rows,
-            out[place],
-            columns=columns,
-            model=model,
-            source=sample.source,
-            missing=options.missing,
-            first_row=first,
-        )
-        num_lost += int((~mask[place]).sum())
-    if num_lost:
-        _LOG.warning(
-            "%s: %d rows have no route; the live router decides them (missing='live')", sample.source, num_lost
-        )
-    # Rows without a route have legal ids as well: uint8 has no -1, and they must never all go to one expert.
-    for _, first, length in neighbour_runs(np.flatnonzero(~mask)).tolist():
-        ids = spread_experts(first, length, topk=model.topk, num_experts=model.num_experts)
-        out[first : first + length] = ids.numpy()[:, None, :]
-
-
 def _check_shape(sample: SampleRows, model: ModelRoutingInfo) -> None:
     """Raise unless the arrays have three axes, of the right width and with a known layer axis."""
-    source, num_tokens = sample.source, sample.tokens.num_tokens
-    if sample.options.start > num_tokens:
-        raise source.error(f"MRR305: start={sample.options.start} must lie in 0..{num_tokens}, the number of tokens.")
-    num_columns, num_moe = find_columns(sample.layout, model)[2], len(model.moe_layer_numbers)
+    source, num_columns, num_moe = sample.source, len(sample.layout.layer_numbers), len(model.moe_layer_numbers)
     for part in sample.layout.parts:
         if part.ndim != 3:
             raise source.error(
@@ -208,7 +157,7 @@ def _check_shape(sample: SampleRows, model: ModelRoutingInfo) -> None:
             )
         if part.shape[1] != num_columns:
             cause = "Is this the config of the served model, and are the layers of all pipeline stages there?"
-            if sample.layout.columns is None and part.shape[1] == num_moe:
+            if num_columns == model.num_layers and part.shape[1] == num_moe:
                 numbers = listed(model.moe_layer_numbers)
                 cause = f"If it has the MoE layers alone, engines.array.decode names them: layer_numbers=[{numbers}]."
             raise source.error(
@@ -225,7 +174,13 @@ def _check_row_count(sample: SampleRows) -> None:
     legal only where an engine is known to send it.
     """
     rows, source, explain = sample.num_rows, sample.source, sample.layout.explain_surplus
-    start, num_tokens = sample.options.start, sample.tokens.num_tokens
+    start, num_tokens = sample.start, sample.tokens.num_tokens
+    if sample.options.start not in (0, start):
+        raise source.error(
+            f"MRR305: its rows begin at token {start}, not at start={sample.options.start}: leave start out."
+        )
+    if start > num_tokens:
+        raise source.error(f"MRR305: start={start} must lie in 0..{num_tokens}, the number of tokens.")
     with_last = num_tokens - start
     expected = max(with_last - 1, 0)
     # Legal for a prompt alone, and for vLLM 0.21 with multi-token prediction, which pads it.
@@ -255,11 +210,47 @@ def _check_row_count(sample: SampleRows) -> None:
     raise source.error(f"MRR305: has {rows} rows for tokens {start}..{num_tokens - 1}: expected {legal}. {cause}")
 
 
-def _check_filler(sample: SampleRows, part: Array, filler: tuple[int, ...], first_row: int) -> None:
+def _fill(sample: SampleRows, model: ModelRoutingInfo, out: Array, mask: Array) -> None:
+    """Copy and check one sample's rows into out [num_tokens, moe layers, topk] and mask [num_tokens]."""
+    numbers, num_tokens = list(sample.layout.layer_numbers), sample.tokens.num_tokens
+    columns = [numbers.index(number) for number in model.moe_layer_numbers]
+    dense = sorted(set(range(len(numbers))).difference(columns))
+    # The last sampled token is never fed back to the engine, so it has no route, whatever its row contains.
+    end = num_tokens if sample.last_row == "route" else max(num_tokens - 1, 0)
+    row, num_lost = sample.start, 0
+    for part in sample.layout.parts:
+        first = max(row, sample.begin)  # of a decode server, the rows of the prompt are rubbish
+        rows = part[first - row : max(end - row, 0)]
+        row += len(part)
+        if len(rows):
+            place = slice(first, first + len(rows))
+            if not sample.layout.ids_in_dense_layers:
+                _check_filler(sample, rows, dense, first)
+            mask[place] = copy_routes(
+                rows,
+                out[place],
+                columns=columns,
+                model=model,
+                source=sample.source,
+                missing=sample.options.missing,
+                first_row=first,
+            )
+            num_lost += int((~mask[place]).sum())
+    if num_lost:
+        _LOG.warning(
+            "%s: %d rows have no route; the live router decides them (missing='live')", sample.source, num_lost
+        )
+    # Rows without a route have legal ids as well: uint8 has no -1, and they must never all go to one expert.
+    for _, first, length in neighbour_runs(np.flatnonzero(~mask)).tolist():
+        ids = spread_experts(first, length, topk=model.topk, num_experts=model.num_experts)
+        out[first : first + length] = ids.numpy()[:, None, :]
+
+
+def _check_filler(sample: SampleRows, rows: Array, columns: Sequence[int], first_row: int) -> None:
     """Raise if a dense layer's column has routes: the columns are then those of another model or release."""
-    for column in filler:
-        values = part[:, column]
-        if not values.size or (values == 0).all() or (values == -1).all():
+    for column in columns:
+        values = rows[:, column]
+        if (values == 0).all() or (values == -1).all():
             continue
         # A row that was not captured is -1 in dense layers, too.
         is_mixed = ((values == 0).all(axis=1) | (values == -1).all(axis=1)).all()
@@ -272,14 +263,23 @@ def _check_filler(sample: SampleRows, part: Array, filler: tuple[int, ...], firs
             )
 
 
-def find_columns(layout: RowLayout, model: ModelRoutingInfo) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Return the column of each MoE layer, the columns that must be filler, and how many columns there are."""
-    if layout.columns is not None:
-        filler = layout.filler or ()
-        return layout.columns, filler, len(layout.columns) + len(filler)
-    columns = tuple(number - 1 for number in model.moe_layer_numbers)  # layer_number counts from 1
-    dense = tuple(sorted(set(range(model.num_layers)).difference(columns)))
-    return columns, dense if layout.filler is None else layout.filler, model.num_layers
+def _report(trace: RoutingTrace, samples: Sequence[SampleRows]) -> None:
+    if trace.token_ids is None and samples:
+        warn(
+            "no token ids",
+            "a trace without token ids: nothing proves that its rows are those of the tokens that a model runs. Have "
+            "the engine return ids, or pass token_ids=.",
+            once=True,  # a trainer may decode sample by sample
+        )
+    if samples and _LOG.isEnabledFor(logging.INFO):
+        rows = [len(samples), trace.num_tokens, int(trace.replay_mask.sum()), trace.num_layers]
+        engine = samples[0].source.engine
+        _LOG.info("%s: decoded %d samples: %d tokens, %d with a route, %d MoE layers", engine, *rows)
+
+
+def all_layers(model: ModelRoutingInfo) -> range:
+    """Return the layer_numbers of an array that has a column for each hidden layer, as most engines send it."""
+    return range(1, model.num_layers + 1)
 
 
 def most_ids(model: ModelRoutingInfo, tokens: SampleTokens) -> int:

@@ -12,6 +12,7 @@ Token ids prove that two turns are of one conversation, so every turn needs them
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
@@ -19,6 +20,7 @@ import torch
 from megatron_router_replay.engines.decoder import Decoder
 from megatron_router_replay.engines.model_info import ModelLike, as_model_info
 from megatron_router_replay.engines.options import DecodeOptions, SharedOptions, TokenIds
+from megatron_router_replay.engines.rows import build_trace
 from megatron_router_replay.engines.tokens import resolve_tokens
 from megatron_router_replay.errors import PayloadError
 from megatron_router_replay.trace import RoutingTrace, concat_traces
@@ -162,15 +164,15 @@ def join_prefill_decode(
     """
     info = as_model_info(model)
     given = DecodeOptions(prompt_token_ids=prompt_token_ids, **options)
-    prefill, decode = (engine.read(reply)[:1] for reply in (prefill_reply, decode_reply))
-    length, decode_length = (resolve_tokens(reply, given).num_prompt_tokens for reply in (*prefill, *decode))
+    prefill, decode = (engine.read(reply)[0] for reply in (prefill_reply, decode_reply))
+    length, decode_length = (resolve_tokens(reply, given).num_prompt_tokens for reply in (prefill, decode))
     if length is None or length != decode_length:
         raise PayloadError(
             f"MRR315: {engine.title}: the prefill reply has a prompt of {length} tokens, the decode reply of {decode_length}"
             ": have both return token ids, or pass prompt_token_ids=..., or they are of different requests."
         )
     # The token that the prefill server sampled is dropped: the decode server samples it again.
-    first = engine.trace_of(prefill, [given], info)[:length]
+    first = build_trace([engine.sample(prefill, given, info)], model=info)[:length]
     missing = (~first.replay_mask).nonzero()
     if len(missing) and given.missing != "live":
         raise PayloadError(
@@ -179,5 +181,6 @@ def join_prefill_decode(
         )
     segments = RoutingSegments()
     segments.append(first)
-    segments.append(engine.trace_of(decode, [given], info, begin=length))
+    generated = replace(engine.sample(decode, given, info), begin=length)
+    segments.append(build_trace([generated], model=info))
     return segments.trace(sample_id=sample_id)

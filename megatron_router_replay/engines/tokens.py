@@ -15,29 +15,44 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron_router_replay.checks import as_integer, shown
 from megatron_router_replay.engines.options import DecodeOptions, WeightVersion
 from megatron_router_replay.engines.payload import Array, Source, as_token_ids
-from megatron_router_replay.engines.reply import Kind, Reply, StatedCount
+from megatron_router_replay.engines.reader import MAX_COUNT, Kind, Reply, StatedCount, get_field, is_count
 
 _NOUNS: dict[Kind, str] = {"prompt": "prompt tokens", "output": "output tokens", "all": "tokens"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SampleTokens:
-    """The tokens of a sample: their number, the start of the generation, and their ids, as far as known."""
+    """The tokens of a sample, as far as they are known.
+
+    Args:
+        num_prompt_tokens: the token at which the generation begins.
+        token_ids: [num_tokens] int32.
+        weight_version: [num_tokens] int32, of the weights that chose each token's route.
+    """
 
     num_tokens: int
-    num_prompt_tokens: int | None
-    token_ids: Array | None
+    num_prompt_tokens: int | None = None
+    token_ids: Array | None = None
+    weight_version: Array | None = None
 
     @property
     def nothing_generated(self) -> bool:
         return self.num_prompt_tokens == self.num_tokens
+
+
+class WeightSpan(NamedTuple):
+    """Output tokens start..end - 1 were sampled by the weights that the engine calls `version`."""
+
+    version: str
+    start: int
+    end: int
 
 
 def resolve_tokens(reply: Reply, options: DecodeOptions) -> SampleTokens:
@@ -57,16 +72,23 @@ def resolve_tokens(reply: Reply, options: DecodeOptions) -> SampleTokens:
     if options.num_tokens is not None:
         counts.append(StatedCount("num_tokens", "all", options.num_tokens))
     counts += reply.counts
+    spans = _read_spans(reply["weight_versions"], reply.source)
     # The spans of the weights cover the output, so the end of the last one counts it.
-    if reply.weight_spans:
-        counts.append(StatedCount("weight_versions[-1].end", "output", reply.weight_spans[-1].end))
+    if spans:
+        counts.append(StatedCount("weight_versions[-1].end", "output", spans[-1].end))
     agreed = _agreed(counts, reply.source)
     if "all" not in agreed:
         raise reply.source.error(
             "MRR309: the number of tokens of these rows is unknown: pass token_ids=... (prompt and output), or "
             "prompt_token_ids=... where the response has the output, or num_tokens=... if ids are unknown."
         )
-    return SampleTokens(num_tokens=agreed["all"], num_prompt_tokens=agreed.get("prompt"), token_ids=ids)
+    numbers = _version_numbers(spans, reply["weight_version"], options.weight_version, reply.source)
+    return SampleTokens(
+        num_tokens=agreed["all"],
+        num_prompt_tokens=agreed.get("prompt"),
+        token_ids=ids,
+        weight_version=_stamp(numbers, spans, agreed) if numbers else None,
+    )
 
 
 def _token_ids(reply: Reply, options: DecodeOptions) -> tuple[Array | None, Array | None, Array | None]:
@@ -122,21 +144,53 @@ def _following(known: Mapping[Kind, StatedCount]) -> Iterator[StatedCount]:
         yield StatedCount(name, "output" if prompt is not None else "prompt", both.value - part.value)
 
 
-def stamp_versions(reply: Reply, tokens: SampleTokens, given: WeightVersion | None) -> Array | None:
-    """Return the version of each token, [num_tokens] int32; None where neither side gives a number.
+def _read_spans(value: Any, source: Source) -> list[WeightSpan]:
+    """Return `weight_versions` of a reply: dicts or objects with version, start and end; [] where there is none.
+
+    Raises:
+        PayloadError: not a list of such spans, or they do not follow one another from 0 on.
+    """
+    if value is None:
+        return []
+    if not isinstance(value, (list, tuple)):
+        raise source.error(f"MRR313: weight_versions is {type(value).__name__}, expected a list of spans.")
+    spans: list[WeightSpan] = []
+    for item in value:
+        version, start, end = (get_field(item, name) for name in ("version", "start", "end"))
+        is_named = type(version) is str or (type(version) is int and abs(version) < MAX_COUNT)
+        if not (is_named and is_count(start) and is_count(end)):
+            raise source.error(
+                "MRR313: weight_versions has a span without version, start or end, or with others than numbers."
+            )
+        before = spans[-1].end if spans else 0
+        # A gap would leave tokens without a version, and mean that a part of the output is lost.
+        if start != before or end < start:
+            raise source.error(
+                f"MRR313: weight_versions has a span {start}..{end} after {before} tokens: spans must follow one "
+                "another. Is a part of the output lost?"
+            )
+        spans.append(WeightSpan(str(version), start, end))
+    return spans
+
+
+def _version_numbers(
+    spans: Sequence[WeightSpan], name: Any, given: WeightVersion | None, source: Source
+) -> dict[str, int]:
+    """Return the number of each version that the reply names, or the number of all tokens; {} where none is known.
 
     Args:
+        name: the engine's name of the weights, where it sends no spans.
         given: the caller's number, or the number of each name.
 
     Raises:
         PayloadError: the reply's versions changed and `given` is one number that is none of them, or they cannot be
             numbers; a name that is not in the mapping.
     """
-    source, spans = reply.source, reply.weight_spans
     names = list(dict.fromkeys(span.version for span in spans))
+    numbers: dict[str, int] = {}
     if isinstance(given, Mapping):
         # A name without spans is of all tokens, if the caller maps it to a number.
-        names = names or [name for name in (reply.weight_name,) if name is not None]
+        names = names or ([name] if isinstance(name, str) else [])
         missing = [name for name in names if name not in given]
         if missing or not names:
             raise source.error(
@@ -146,35 +200,27 @@ def stamp_versions(reply: Reply, tokens: SampleTokens, given: WeightVersion | No
         numbers = {name: given[name] for name in names}
     elif given is not None and len(names) <= 1:
         numbers = {"": given}
-    else:
-        numbers = _as_numbers(names, given, source)
-    if not numbers:
-        return None
-    numbers = {name: _as_version(number, source) for name, number in numbers.items()}
+    # Ten digits are enough for every integer of 32 bits; a longer name is a name.
+    elif all(len(name) <= 11 and name.isascii() and name.removeprefix("-").isdigit() for name in names):
+        numbers = {name: int(name) for name in names}
+    # One number may repeat one of those that the reply names, and cannot be that of several names.
+    if given is not None and not isinstance(given, Mapping) and given not in numbers.values():
+        raise source.error(
+            f"MRR313: weight_version={shown(given)}, but the weights of this reply changed, from version to version "
+            f"{names}. Pass weight_version={{{names[0]!r}: ..., ...}}, your number for each."
+        )
+    return {
+        name: as_integer("weight_version", number, least=-(2**31), most=2**31 - 1, error=source.error)
+        for name, number in numbers.items()
+    }
+
+
+def _stamp(numbers: Mapping[str, int], spans: Sequence[WeightSpan], counts: Mapping[Kind, int]) -> Array:
+    """Return the version of each token, [num_tokens] int32."""
     if len(numbers) == 1 or not spans[-1].end:
-        return np.full(tokens.num_tokens, next(iter(numbers.values())), np.int32)
-    assert tokens.num_prompt_tokens is not None, "spans state the output, and how many tokens there are is known"
+        return np.full(counts["all"], next(iter(numbers.values())), np.int32)
     by_output = np.repeat([numbers[span.version] for span in spans], [span.end - span.start for span in spans])
     # Row i sampled output token i - (P - 1); rows before and after these take the nearest version.
-    sampled = np.arange(tokens.num_tokens) - (tokens.num_prompt_tokens - 1)
+    sampled = np.arange(counts["all"]) - (counts["prompt"] - 1)
     stamped: Array = by_output[np.clip(sampled, 0, len(by_output) - 1)].astype(np.int32)
     return stamped
-
-
-def _as_numbers(names: Sequence[str], given: int | None, source: Source) -> dict[str, int]:
-    """Return the integers that the names of an engine are; {} if they are none and the caller gives no number."""
-    # Ten digits are enough for every integer of 32 bits; a longer name is a name.
-    if all(len(name) <= 11 and name.isascii() and name.removeprefix("-").isdigit() for name in names):
-        numbers = {name: int(name) for name in names}
-        if given is None or given in numbers.values():
-            return numbers
-    elif given is None:
-        return {}
-    raise source.error(
-        f"MRR313: weight_version={shown(given)}, but the weights of this reply changed, from version to version "
-        f"{list(names)}. Pass weight_version={{{names[0]!r}: ..., ...}}, your number for each."
-    )
-
-
-def _as_version(number: int, source: Source) -> int:
-    return as_integer("weight_version", number, least=-(2**31), most=2**31 - 1, error=source.error)

@@ -27,7 +27,7 @@ from megatron_router_replay.engines.decoder import Decoder
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.engines.options import DecodeOptions
 from megatron_router_replay.engines.payload import INTEGERS, Source, as_array
-from megatron_router_replay.engines.reply import Reply
+from megatron_router_replay.engines.reader import Reply
 from megatron_router_replay.engines.rows import RowLayout
 from megatron_router_replay.engines.tokens import SampleTokens
 
@@ -56,7 +56,7 @@ def _unwrapped(value: Any, source: Source) -> Any:
 def _rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:
     return RowLayout(
         parts=(as_array(reply["routed_experts"], source=reply.source),),
-        columns=tuple(range(len(model.moe_layer_numbers))),
+        layer_numbers=model.moe_layer_numbers,
         explain_surplus="Are these the ids of this very request? Megatron sends no surplus rows; the parts of a request that "
         "was suspended are concatenated, each from its first token on: decode each part alone.",
     )
@@ -72,7 +72,7 @@ megatron = Decoder(
     counts={"prompt_length": "prompt"},
     unwrap=_unwrapped,
     rows=_rows,
-    start="Set moe_enable_routing_replay=True in the engine's config; prompt_moe_topk_indices alone has no routes of the "
+    setup="Set moe_enable_routing_replay=True in the engine's config; prompt_moe_topk_indices alone has no routes of the "
     "generation.",
 )
 """Megatron-Core's inference; see the module."""

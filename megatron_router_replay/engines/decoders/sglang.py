@@ -29,9 +29,8 @@ from megatron_router_replay.engines.decoder import Decoder
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.engines.options import DecodeOptions
 from megatron_router_replay.engines.payload import as_array, decode_base64, parse_int32, read_start
-from megatron_router_replay.engines.reader import FIELDS
-from megatron_router_replay.engines.reply import Reply
-from megatron_router_replay.engines.rows import MAX_SURPLUS_ROWS, RowLayout, most_ids
+from megatron_router_replay.engines.reader import FIELDS, Reply
+from megatron_router_replay.engines.rows import MAX_SURPLUS_ROWS, RowLayout, all_layers, most_ids
 from megatron_router_replay.engines.tokens import SampleTokens
 
 _KIMI_STUB = 3
@@ -44,12 +43,13 @@ def raw_rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, option
     start = read_start(reply["start"], "routed_experts_start_len", source)
     if isinstance(value, str):
         value = decode_base64(value, source=source, max_bytes=4 * most_ids(model, tokens))
-    if not isinstance(value, (bytes, bytearray, memoryview)):
-        return RowLayout(parts=(as_array(value, source=source),), start=start)
-    array = parse_int32(bytes(value), source=source, num_columns=model.num_layers, topk=model.topk)
-    num_rows = tokens.num_tokens - 1 - (options.start if start is None else start)
-    surplus = _explain_surplus(array.size // model.topk, model.num_layers, num_rows)
-    return RowLayout(parts=(array,), explain_surplus=surplus, start=start)
+    surplus = ""
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        value = parse_int32(bytes(value), source=source, num_columns=model.num_layers, topk=model.topk)
+        num_rows = tokens.num_tokens - 1 - (options.start if start is None else start)
+        surplus = _explain_surplus(value.size // model.topk, model.num_layers, num_rows)
+    array = as_array(value, source=source)
+    return RowLayout(parts=(array,), layer_numbers=all_layers(model), explain_surplus=surplus, start=start)
 
 
 def _explain_surplus(num_routes: int, num_layers: int, num_rows: int) -> str:
@@ -66,8 +66,8 @@ def _explain_surplus(num_routes: int, num_layers: int, num_rows: int) -> str:
 
 def _rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:
     # qwen3_moe ignores mlp_only_layers and sends ids on that dense layer.
-    filler = () if model.model_type == "qwen3_moe" else None
-    return replace(raw_rows(reply, model, tokens, options), filler=filler)
+    has_ids = model.model_type == "qwen3_moe"
+    return replace(raw_rows(reply, model, tokens, options), ids_in_dense_layers=has_ids)
 
 
 def _with_stub(reply: Reply, model: ModelRoutingInfo) -> Reply:
@@ -87,13 +87,11 @@ sglang = Decoder(
         "start": ("routed_experts_start_len",),
         "chat": ("message", "delta"),
     },
-    inside=("meta_info", "sglext", "metadata"),
-    listed="output_ids",
     counts={"prompt_tokens": "prompt", "completion_tokens": "output"},
-    stream="counted",
+    streams=True,
     keep_all="Use /generate, or send return_meta_info=true to the chat endpoint, which brings routes with each choice.",
     rows=_rows,
     corrected=_with_stub,
-    start="Start the server with --enable-return-routed-experts and send return_routed_experts=true with each request.",
+    setup="Start the server with --enable-return-routed-experts and send return_routed_experts=true with each request.",
 )
 """SGLang; see the module."""

@@ -37,9 +37,8 @@ from megatron_router_replay.engines.payload import (
     parse_npy,
     parse_tensor,
 )
-from megatron_router_replay.engines.reader import FIELDS
-from megatron_router_replay.engines.reply import Reply
-from megatron_router_replay.engines.rows import RowLayout, most_ids
+from megatron_router_replay.engines.reader import FIELDS, Reply
+from megatron_router_replay.engines.rows import RowLayout, all_layers, most_ids
 from megatron_router_replay.engines.tokens import SampleTokens
 
 
@@ -48,7 +47,7 @@ def _rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: 
     if reply["prompt_routed_experts"] is not None:
         return _rows_of_0_21(reply, model, tokens, options)
     rows, start = _read(reply["routed_experts"], reply.source, model, tokens)
-    return RowLayout(parts=(rows,), start=start)
+    return RowLayout(parts=(rows,), layer_numbers=all_layers(model), start=start)
 
 
 def _rows_of_0_21(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:
@@ -71,15 +70,11 @@ def _rows_of_0_21(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, o
     parts = [part for part in parts if part.shape[0]]
     if len({part.shape[1:] for part in parts}) > 1:
         raise source.error(f"MRR306: prompt and generation differ in shape: {[list(part.shape) for part in parts]}.")
-    num_moe, num_layers = len(model.moe_layer_numbers), model.num_layers
-    is_padded = any(part.ndim == 3 and part.shape[1] == num_layers for part in parts)
-    return RowLayout(
-        parts=tuple(parts),
-        columns=tuple(range(num_moe)),
-        filler=tuple(range(num_moe, num_layers)) if is_padded else (),
-        # With multi-token prediction the generation has a row for its last token as well: padding, as far as is known.
-        last_row="padding",
-    )
+    numbers = model.moe_layer_numbers
+    if any(part.ndim == 3 and part.shape[1] == model.num_layers for part in parts):
+        numbers += tuple(number for number in all_layers(model) if number not in numbers)  # the columns of zeros
+    # With multi-token prediction the generation has a row for its last token as well: padding, as far as is known.
+    return RowLayout(parts=parts, layer_numbers=numbers, last_row="padding")
 
 
 def _read(value: Any, source: Source, model: ModelRoutingInfo, tokens: SampleTokens) -> tuple[Array, int | None]:
@@ -103,10 +98,9 @@ vllm = Decoder(
         "prompt_token_ids": ("prompt_token_ids", "prompt_ids"),
         "output_token_ids": ("token_ids", "completion_ids"),
     },
-    shared=("prompt_routed_experts",),
-    stream="new",
+    streams=True,
     rows=_rows,
-    start="Start vLLM with --enable-return-routed-experts; completions and chat streams never carry it (use stream=False or "
+    setup="Start vLLM with --enable-return-routed-experts; completions and chat streams never carry it (use stream=False or "
     "/inference/v1/generate).",
 )
 """vLLM; see the module."""

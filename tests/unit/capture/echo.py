@@ -41,6 +41,6 @@ def routes_of(capturer, name, num_tokens):
 
 
 def host_bytes(capturer):
-    """Return the bytes of the requests' host arrays; a prompt that several share counts once."""
-    held = {id(rows): rows for each in capturer._requests.values() for rows in (each.prompt, each.generation)}
+    """Return the bytes of the requests' host arrays; rows that several share count once."""
+    held = {id(rows): rows for each in capturer._requests.values() for rows in (*each.prompt, *each.generation)}
     return sum(rows.nbytes for rows in held.values())

@@ -1,12 +1,11 @@
 """Routers found in each layer, and models that are refused by name."""
 
 import pytest
-import torch
 from torch import nn
 
 pytest.importorskip("transformers")
 
-from megatron_router_replay.capture import CaptureError, Capturer, RouterSite
+from megatron_router_replay.capture import CaptureError, Capturer
 from megatron_router_replay.capture.routers import find_router_sites
 from tests.unit.capture.sampling import MODELS, build_model
 
@@ -48,20 +47,3 @@ def test_routers_of_a_multi_token_prediction_layer_are_left_out():
     model = build_model("mixtral")
     model.mtp = nn.ModuleList([build_model("mixtral").model.layers[0]])
     assert [site.layer_number for site in find_router_sites(model)] == [1, 2, 3]
-
-
-@torch.no_grad()
-def test_any_module_can_be_captured_through_one_callable():
-    """A router of an older kind: a linear layer, its logits go to topk in the block."""
-    gate = nn.Linear(4, 6)
-    site = RouterSite(
-        module=gate, layer_number=5, num_experts=6, topk=2, select=lambda module, args, logits: logits.topk(2).indices
-    )
-    capturer = Capturer(routers=[site], max_num_tokens=8)
-    hidden = torch.randn(1, 3, 4)
-    capturer.add_request("a", num_prompt_tokens=3)
-    with capturer.forward(["a"], [[0, 1, 2]]):
-        logits = gate(hidden)
-    trace = capturer.finish("a", [9] * 4)
-    assert trace.layer_numbers == (5,)
-    assert trace.topk_indices[:3, 0].tolist() == logits[0].topk(2).indices.tolist()

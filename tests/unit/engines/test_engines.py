@@ -139,9 +139,6 @@ def test_vllm_0_21_columns_are_never_read_as_those_of_other_versions():
     for narrow in (ROWS[0][P:, :2], ROWS[0][P:, :, :1]):
         output = vllm_output(narrow, PROMPT, OUTPUTS[0], prompt_array=ROWS[0][:P])
         refused("prompt and generation differ in shape", engines.vllm.decode, output)
-    lost = ROWS[0].copy()
-    lost[:4] = 0
-    refused(r"all zero.*rows 0\.\.3.*prefix-cache hit", engines.vllm.decode, split(lost))
 
 
 @pytest.mark.parametrize("generation", [None, [], np.zeros((0, 3, 2), np.int16), np.zeros((0, 5, 2), np.int16)])
@@ -168,13 +165,6 @@ def test_vllm_0_21_prompt_routes_are_shared_by_choices_that_prove_their_prompt()
     check(engines.vllm.decode(reply | {"usage": usage(P, G)}, model=MODEL, token_ids=IDS))
     refused(f"has {P} rows for {P - 1}", engines.vllm.decode, reply | {"usage": usage(P - 1, G + 1)}, num_tokens=S)
     refused("the number of prompt tokens is unknown", engines.vllm.decode, reply, num_tokens=S)
-
-
-@pytest.mark.parametrize("num_rows", [P - 1, P])
-def test_a_prompt_alone_may_have_a_row_for_its_last_token(num_rows):
-    for form in ("vllm object", "sglang generate", "megatron request"):
-        trace = decode(form, ROWS[0][:num_rows], PROMPT, [], model=MODEL)
-        assert trace.replay_mask.tolist() == [True] * num_rows + [False] * (P - num_rows)
 
 
 # A dict of bytes, their shape and their start; a start that SGLang states
@@ -288,8 +278,8 @@ def test_sglangs_openai_replies_have_ids_that_are_compared(form):
         ("both", ("choices", 0, "response_token_ids"), OUTPUTS[1], "states different output_token_ids"),
         ("both", ("choices", 0, "prompt_token_ids"), PROMPT[::-1], "states different prompt_token_ids"),
         ("routes twice", ("sglext", "routed_experts"), int32_base64(ROWS[1]), "two parts of it carry routes"),
-        ("sglext", ("sglext", "output_ids"), OUTPUTS, "2 output_ids for 1 choices"),
-        ("sglext", ("sglext", "output_ids"), 3, "3 output_ids for 1 choices"),
+        ("sglext", ("sglext", "output_ids"), OUTPUTS, "2 lists of output ids for 1 choices"),
+        ("sglext", ("sglext", "output_ids"), 3, "3 lists of output ids for 1 choices"),
     ],
 )
 def test_a_reply_whose_ids_or_routes_contradict_each_other_is_refused(form, path, value, message):
@@ -407,6 +397,8 @@ def test_arrays_name_their_axes_and_layers():
     check(engines.array.decode(layers_first, **given, axes=("batch", "layer", "expert", "token")))
     check(engines.array.decode(ROWS[0][:, [2, 0, 1]], **given, axes=axes, layer_numbers=(3, 1, 2)))
     check(engines.array.decode(ROWS[0], **given | {"model": DENSE}, axes=axes, layer_numbers=(3, 4, 5)))
+    every = with_dense(ROWS[0], 5, [2, 3, 4]).astype(np.int32)  # as Python objects of vLLM 0.18 to 0.20 have them
+    check(engines.array.decode(every, **given | {"model": DENSE}, axes=axes))
     full = np.concatenate([ROWS[0], ROWS[0][:1]])
     assert engines.array.decode(full, **given, axes=axes, last_token_routed=True).replay_mask.all()
     check(engines.array.decode(full, **given, axes=axes, last_token_routed=False))
@@ -420,12 +412,3 @@ def test_arrays_name_their_axes_and_layers():
     for wrong in (axes[:2], ("token", "token", "expert"), ("batch", "layer", "expert"), (*axes, "batch")):
         refused("axes", array, ROWS[0], token_ids=IDS, axes=wrong)
     refused("only axes of length 1", array, np.stack([ROWS[0]] * 2, 3), token_ids=IDS, axes=(*axes, "batch"))
-
-
-def test_python_objects_of_vllm_0_18_to_0_20():
-    """All layers as int32 in CompletionOutput.routed_experts; the recipe of docs/get_routes.md."""
-    output = vllm_output(with_dense(ROWS[0], 5, [2, 3, 4]).astype(np.int32), PROMPT, OUTPUTS[0])
-    completion = output.outputs[0]
-    ids = output.prompt_token_ids + list(completion.token_ids)
-    axes = ("token", "layer", "expert")
-    check(engines.array.decode(completion.routed_experts, model=DENSE, axes=axes, token_ids=ids))

@@ -156,22 +156,17 @@ FROZEN.flags.writeable = False
         ((((3, 1),), ((2, 0),)), ROUTES),
         ([np.array([[3, 1]]), np.array([[2, 0]])], ROUTES),
         (LikeAnArray(), [[[3, 1]]]),
-        *(([[[value]]], [[[value]]]) for value in (-(2**31), -1, 0, 2**31 - 1)),
+        ([torch.tensor([[3, 1]]), torch.tensor([[2, 0]])], ROUTES),
+        *(([[[value]]], [[[value]]]) for value in (-(2**63), -1, 0, 2**63 - 1)),
         ([], np.zeros((0, 0, 0))),
-        ([[], []], np.zeros((2, 0))),
-        ([[[]]], np.zeros((1, 1, 0))),
+        ([[], []], np.zeros((2, 0, 0))),
         ([(1, 2), [3, 4]], [[1, 2], [3, 4]]),
-        *(([[[value]]], "does not fit int32") for value in (-(2**31) - 1, 2**31, 2**40)),
+        *(([[[value]]], "must hold integers, got object") for value in (2**64, 10**9000, None)),
         ([[[1.5, 0]]], "must hold integers, got float"),
-        ([[[True, 0]]], "must hold integers, got bool"),
-        ([[["3", 0]]], "must hold integers, got str"),
-        ([[3], 4], "must hold integers, got list"),
-        ([[1], [[2]]], "must hold integers, got list"),
-        ([[[3], [1, 2]]], r"lengths \[1, 2\] at level 2"),
-        ([[[1]], [[1], [2]]], r"lengths \[1, 2\] at level 1"),
-        ([[[1]], [[1, 2]]], r"lengths \[1, 2\] at level 2"),
-        ([[[[1]]]], r"deeper than .* lengths \[1\] at level 3"),
-        ([np.zeros((1, 2), int), np.zeros((2, 1), int)], "rows differ in shape"),
+        ([[[True]]], "must hold integers, got bool"),
+        ([[["3", 0]]], "must hold integers, got <U"),
+        *((value, "inhomogeneous") for value in ([[3], 4], [[1], [[2]]], [[[3], [1, 2]]], [[[1]], [[1], [2]]])),
+        ([np.zeros((1, 2), int), np.zeros((2, 1), int)], "inhomogeneous"),
         (np.zeros((1, 1, 1)), "must hold integers, got float64"),
         (np.array([["a"]]), "must hold integers, got <U1"),
         (np.array(3), "is a single number"),
@@ -188,12 +183,6 @@ FROZEN.flags.writeable = False
 )
 def test_every_kind_of_array_of_integers_is_read_and_nothing_else(value, expected):
     check(lambda: as_array(value, source=SOURCE), expected)
-    if (
-        isinstance(value, list)
-        and not isinstance(expected, str)
-        and not any(isinstance(item, np.ndarray) for item in value)
-    ):
-        assert as_array(value, source=SOURCE).dtype == np.int32
 
 
 MOST = [-(2**31), -1, 0, 2**31 - 1]
@@ -208,22 +197,16 @@ MOST = [-(2**31), -1, 0, 2**31 - 1]
         ([np.int64(1), 2], [1, 2]),
         *((form, MOST) for form in (MOST, [np.int64(id) for id in MOST], np.array(MOST, np.int64), torch.tensor(MOST))),
         *((nothing, np.zeros(0)) for nothing in ([], (), range(0), np.zeros(0, np.int64), torch.zeros(0).long())),
-        *(([value], "an id does not fit int32") for value in (-(2**31) - 1, 2**31)),
-        *(
-            (form([value]), "which int32 cannot hold")
-            for form in (np.array, torch.tensor)
-            for value in (-(2**31) - 1, 2**31)
-        ),
+        *((f([value]), "int32 cannot hold") for f in (list, np.array, torch.tensor) for value in (-(2**31) - 1, 2**31)),
         ([1.0], "must hold integers, got float"),
         ([True], "must hold integers, got bool"),
-        ([None], "must hold integers, got NoneType"),
-        ([[1]], "must hold integers, got list"),
+        ([None], "must hold integers, got object"),
+        ([[1]], r"one-dimensional, got shape \[1, 1\]"),
         ("12", "token ids must be integers, got str"),
         (b"12", "token ids must be integers, got bytes"),
         ({"a": 1}, "token ids must be integers, got dict"),
         (5, "token ids must be integers, got int"),
         (LikeAnArray(), r"one-dimensional, got shape \[1, 1, 2\]"),
-        (np.zeros((0, 0, 0), np.int64), r"one-dimensional, got shape \[0, 0, 0\]"),
     ],
 )
 def test_token_ids_of_every_kind_are_int32(value, expected):

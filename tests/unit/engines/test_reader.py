@@ -182,14 +182,6 @@ def test_an_index_that_is_lost_doubled_or_no_place_raises(indexes):
     refused("index", engines.vllm.decode, choices, choice=0)
 
 
-def test_a_message_names_the_choice_and_the_request():
-    choices = [vllm_choice(rows(i), PROMPT, output(i), i) for i in (0, 1)]
-    del choices[1]["routed_experts"]
-    refused("of choice 1, request r: missing", engines.vllm.decode_batch, {"id": "r", "choices": choices})
-    del choices[0]["routed_experts"]
-    refused("of choice 0, request 7: missing", engines.vllm.decode_batch, {"id": 7, "choices": choices})
-
-
 def test_a_choice_without_its_response_is_a_sample_wherever_it_was():
     choices = [vllm_choice(rows(i), PROMPT, output(i), i) for i in (0, 1)]
     check(engines.vllm.decode_batch(choices, model=MODEL), 2)
@@ -208,6 +200,12 @@ def test_a_request_id_of_any_kind_is_compared(request_id):
     refused("are of several requests", engines.sglang.decode, chunks, prompt_token_ids=PROMPT)
     both = [chunk for pair in zip(vllm_chunks(request="a"), vllm_chunks(1, request="b")) for chunk in pair]
     refused("are of several requests", engines.vllm.decode_batch, [both], prompt_token_ids=PROMPT)
+    for name, shown in (("r", "r"), (7, "7")):  # a message names the choice and the request
+        reply = {
+            "id": name,
+            "choices": [vllm_choice(rows(i), PROMPT, output(i), i, routed_experts=None) for i in (0, 1)],
+        }
+        refused(f"of choice 0, request {shown}: missing", engines.vllm.decode_batch, reply)
 
 
 def test_the_parts_of_a_stream_agree_about_prompt_routes_and_counts():

@@ -1,4 +1,7 @@
-"""The number of rows and columns that a sample's arrays may have, each at its boundary, and the place of each row."""
+"""The number of rows and columns that a sample's arrays may have, each at its boundary; the check and place of each row."""
+
+import contextlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -6,6 +9,7 @@ import torch
 
 from megatron_router_replay.engines import DecodeOptions, ModelRoutingInfo
 from megatron_router_replay.engines.payload import Source
+from megatron_router_replay.engines.row_check import copy_routes
 from megatron_router_replay.engines.rows import RowLayout, SampleRows, build_trace, most_ids
 from megatron_router_replay.engines.tokens import SampleTokens
 from megatron_router_replay.errors import PayloadError
@@ -13,25 +17,25 @@ from tests.unit.engines.engine_payloads import all_moe, routes
 
 MODEL = ModelRoutingInfo(num_layers=3, moe_layer_numbers=(1, 3), num_experts=8, topk=2)
 WIDE = ModelRoutingInfo(num_layers=4, moe_layer_numbers=(2, 3), num_experts=16, topk=2)
+SOURCE = Source(engine="E", field="f")
 
 
 def sample(
-    *parts, num_tokens=None, prompt=None, ids=None, version=None, name="s", may_be_empty=False, layout=None, begin=0, **given
+    *parts, num_tokens=None, prompt=None, ids=None, version=None, layers=(1, 3), layout=(), may_be_empty=False, **given
 ):  # fmt: skip
     parts = tuple(np.asarray(part) for part in parts)
     num_rows = sum(len(part) for part in parts if part.ndim)
     return SampleRows(
-        source=Source(engine="E", field="f", sample=name),
-        layout=RowLayout(parts=parts, **({"columns": (0, 1)} | (layout or {}))),
+        source=SOURCE,
+        layout=RowLayout(parts=parts, layer_numbers=layers, **dict(layout)),
         tokens=SampleTokens(
             num_tokens=num_rows + 1 if num_tokens is None else num_tokens,
             num_prompt_tokens=prompt,
             token_ids=None if ids is None else np.array(ids, np.int32),
+            weight_version=None if version is None else np.array(version, np.int32),
         ),
         options=DecodeOptions(**given),
-        weight_version=None if version is None else np.array(version, np.int32),
         may_be_empty=may_be_empty,
-        begin=begin,
     )
 
 
@@ -47,7 +51,7 @@ def refused(message, *samples, model=MODEL):
 
 def of_ten(num_rows, **options):
     """`num_rows` rows for ten tokens of WIDE."""
-    return sample(routes(num_rows, 2, num_experts=16, topk=2), num_tokens=10, prompt=4, **options)
+    return sample(routes(num_rows, 2, num_experts=16, topk=2), num_tokens=10, prompt=4, layers=(2, 3), **options)
 
 
 SURPLUS = "prompt with BOS and output.* allow_surplus_rows=True drops up to 8 rows"
@@ -66,11 +70,14 @@ SURPLUS = "prompt with BOS and output.* allow_surplus_rows=True drops up to 8 ro
         (8, {"may_be_empty": True}, "has 8 rows"),
         (11, {"allow_surplus_rows": True, "layout": {"explain_surplus": "Because."}}, "Because"),
         (0, {"start": 11}, r"start=11 must lie in 0\.\.10"),
+        (6, {"start": 3, "layout": {"start": 4}}, "rows begin at token 4, not at start=3"),
     ],
 )
 def test_a_wrong_number_of_rows_is_explained(num_rows, options, advice):
     refused(advice, of_ten(num_rows, **options), model=WIDE)
-    build_trace([of_ten(0, start=10)], model=WIDE)
+    build_trace(
+        [of_ten(0, start=10), of_ten(5, layout={"start": 4}), of_ten(5, start=4, layout={"start": 4})], model=WIDE
+    )
 
 
 @pytest.mark.parametrize("surplus", [1, 8])
@@ -94,55 +101,52 @@ def test_a_row_of_the_last_token_is_legal_where_an_engine_may_send_one(last_row,
 
 
 def test_an_aborted_request_may_have_no_rows_and_not_any_number_of_tokens():
-    empty = {"may_be_empty": True, "layout": {}}
-    assert build_trace([sample(num_tokens=10, **empty)], model=MODEL).replay_mask.sum() == 0
+    assert build_trace([sample(num_tokens=10, may_be_empty=True)], model=MODEL).replay_mask.sum() == 0
     refused("has 0 rows", sample(num_tokens=10))
-    build_trace([sample(num_tokens=1 << 20, **empty)], model=MODEL)
-    refused("claims 1048577 prompt tokens", sample(num_tokens=(1 << 20) + 1, **empty))
+    build_trace([sample(num_tokens=1 << 20, may_be_empty=True)], model=MODEL)
+    refused("claims 1048577 prompt tokens", sample(num_tokens=(1 << 20) + 1, may_be_empty=True))
 
 
 @pytest.mark.parametrize("num_rows", [1, 9])
 def test_an_array_has_three_axes_and_the_models_width_and_layers(num_rows):
-    every = {"layout": {"columns": None}}
+    every = (1, 2, 3, 4)
     for shape in ((9, 8), (72,), (9, 4, 2, 1), ()):
         axes = r"expected \[rows, layers, topk\] = \[rows, 2, 2\]"
         refused(axes, sample(np.zeros(shape, int), num_tokens=10), model=WIDE)
     for width in (1, 3):
-        message = (
-            f"has {width} experts a token, the model's topk is 2.*Is this the config.*Shared experts are not routed"
-        )
-        refused(message, sample(np.zeros((num_rows, 4, width), int), **every), model=WIDE)
+        message = f"has {width} experts a token, the model's topk is 2.*the config.*Shared experts are not routed"
+        refused(message, sample(np.zeros((num_rows, 4, width), int), layers=every), model=WIDE)
     for layers in (0, 2, 3, 5):
         alone = r".*MoE layers alone, engines\.array\.decode names them: layer_numbers=\[2, 3\]" if layers == 2 else ""
-        wrong = sample(np.zeros((num_rows, layers, 2), int), **every)
+        wrong = sample(np.zeros((num_rows, layers, 2), int), layers=every)
         refused(f"has {layers} layers, expected 4{alone}", wrong, model=WIDE)
-    refused("has 4 layers, expected 2", sample(np.zeros((num_rows, 4, 2), int)), model=WIDE)
+    refused("has 4 layers, expected 2", sample(np.zeros((num_rows, 4, 2), int), layers=(2, 3)), model=WIDE)
 
 
 @pytest.mark.parametrize("filler", [0, -1])
 def test_columns_of_dense_layers_hold_filler(filler):
     array = np.insert(rows(0, 1, 2, dtype=np.int32), 1, filler, axis=1)
-    for layout in ({"columns": None}, {"columns": (0, 2), "filler": (1,)}):
-        trace = build_trace([sample(array, layout=layout)], model=MODEL)
-        assert trace.topk_indices[:3].tolist() == rows(0, 1, 2).tolist()
-        for wrong in ([0, 1], [-1, 0], [1, 1]):
-            broken = array.copy()
-            broken[1, 1] = wrong
-            refused("column 1 is of a dense layer .* but row ", sample(broken, layout=layout))
+    every = {"layers": (1, 2, 3)}
+    trace = build_trace([sample(array, **every)], model=MODEL)
+    assert trace.topk_indices[:3].tolist() == rows(0, 1, 2).tolist()
+    for wrong in ([0, 1], [-1, 0], [1, 1]):
+        broken = array.copy()
+        broken[1, 1] = wrong
+        refused("column 1 is of a dense layer .* but row ", sample(broken, **every))
     broken[1, 1] = -1 - filler  # some rows 0 and some -1
-    refused("not filler", sample(broken, layout=layout))
-    build_trace([sample(broken, layout=layout, missing="live")], model=MODEL)
+    refused("not filler", sample(broken, **every))
+    build_trace([sample(broken, **every, missing="live")], model=MODEL)
     broken[2, 1] = 5
-    refused(r"row [34567] holds \[", sample(broken, num_tokens=9, start=5, layout={"columns": None}))
-    build_trace([sample(broken, layout={"columns": None, "filler": ()})], model=MODEL)
+    refused(r"row [34567] holds \[", sample(broken, num_tokens=9, start=5, **every))
+    build_trace([sample(broken, **every, layout={"ids_in_dense_layers": True})], model=MODEL)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int64])
 def test_columns_in_another_order_are_put_in_the_order_of_the_layers(dtype):
-    swapped = {"layout": {"columns": (1, 0)}}
-    trace = build_trace([sample(rows(0, 1, dtype=dtype)[:, ::-1], **swapped)], model=MODEL)
+    trace = build_trace([sample(rows(0, 1, dtype=dtype)[:, ::-1], layers=(3, 1))], model=MODEL)
     assert trace.topk_indices[:2].tolist() == rows(0, 1).tolist()
-    refused("row 1, layer 3 of topk_indices", sample(np.array([[[2, 3], [0, 1]], [[8, 0], [0, 1]]], dtype), **swapped))
+    wrong = np.array([[[2, 3], [0, 1]], [[8, 0], [0, 1]]], dtype)
+    refused("row 1, layer 3 of topk_indices", sample(wrong, layers=(3, 1)))
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int64])
@@ -171,38 +175,33 @@ def test_samples_follow_one_another_with_filler_where_there_is_no_route(dtype):
 @pytest.mark.parametrize(("num_experts", "dtype"), [(256, torch.uint8), (257, torch.int16)])
 def test_ids_are_stored_as_narrow_as_the_model_allows(num_experts, dtype):
     model, top = all_moe(1, num_experts), num_experts - 1
-    trace = build_trace([sample([[[0, top]]], layout={"columns": None})], model=model)
+    trace = build_trace([sample([[[0, top]]], layers=(1,))], model=model)
     assert (trace.topk_indices.dtype, trace.topk_indices[0].tolist()) == (dtype, [[0, top]])
     for array in ([[[0, top + 1]]], np.array([[[0, top + 1]]], np.int16)):
-        message = rf"row 0, layer 1 of topk_indices is \[0, {top + 1}\]"
-        refused(message, sample(array, layout={"columns": None}), model=model)
-    assert most_ids(WIDE, SampleTokens(num_tokens=10, num_prompt_tokens=None, token_ids=None)) == (10 + 4096) * 4 * 2
+        refused(rf"row 0, layer 1 of topk_indices is \[0, {top + 1}\]", sample(array, layers=(1,)), model=model)
+    assert most_ids(WIDE, SampleTokens(num_tokens=10)) == (10 + 4096) * 4 * 2
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int32])
 @pytest.mark.parametrize("row", [0, 262_144, 299_999])
 def test_a_fault_in_any_block_is_named_by_its_row(dtype, row):
     array = np.tile(rows(0, 1, 2, dtype=dtype), (100_000, 1, 1))
-    for ids, message in (
-        ([8, 0], rf"row {row + 5}, layer 3 of topk_indices is \[8, 0\]"),
-        ([5, 5], rf"rows {row + 5}\.\.{row + 5}; first"),
-    ):
+    for ids in ([8, 0], [5, 5]):
         array[row, 1] = ids
-        refused(message, sample(array, num_tokens=300_006, start=5))
-    refused(
-        "row 3, layer 1 of topk_indices", sample(rows(0, 1, 2), [[[9, 0], [1, 2]]])
-    )  # the first row of a second part
+        where = rf"row {row + 5}, layer 3 of topk_indices is \[{ids[0]}, {ids[1]}\]"
+        refused(where, sample(array, num_tokens=300_006, start=5))
+    refused("row 3, layer 1 of topk_indices", sample(rows(0, 1, 2), [[[9, 0], [1, 2]]]))  # of a second part
 
 
 def test_rows_before_begin_are_neither_checked_nor_kept():
     part = np.concatenate([np.full((2, 2, 2), 99), rows(0, 1, dtype=np.int64)])
     for parts in ([part], [part[:1], part[1:3], part[3:]]):
-        trace = build_trace([sample(*parts, begin=2)], model=MODEL)
+        trace = build_trace([replace(sample(*parts), begin=2)], model=MODEL)
         assert trace.replay_mask.tolist() == [False, False, True, True, False]
         assert trace.topk_indices[2:4].tolist() == rows(0, 1).tolist()
-        refused("row 1, layer 1 of topk_indices", sample(*parts, begin=1))
+        refused("row 1, layer 1 of topk_indices", replace(sample(*parts), begin=1))
     part[2] = 0
-    refused(r"rows 2\.\.2", sample(part, begin=2))
+    refused("row 2, layer 1 of topk_indices", replace(sample(part), begin=2))
 
 
 def test_ids_names_and_versions_are_of_all_samples_or_of_none():
@@ -210,8 +209,7 @@ def test_ids_names_and_versions_are_of_all_samples_or_of_none():
         ("token ids", {"ids": [1, 2]}), ("sample id", {"sample_id": "a"}), ("weight version", {"version": [3, 3]})
     ):  # fmt: skip
         for pair in ([having, {}], [{}, having]):
-            samples = [sample(rows(0), name=f"number {i}", **options) for i, options in enumerate(pair)]
-            refused(f"number {pair.index({})}: has no {noun} while others", *samples)
+            refused(f"has no {noun} while others", *(sample(rows(0), **options) for options in pair))
     trace = build_trace(
         [
             sample(rows(0), ids=[5, 6], sample_id="a", version=[1, 2]),
@@ -226,3 +224,51 @@ def test_ids_names_and_versions_are_of_all_samples_or_of_none():
     assert trace.weight_version.dtype is trace.token_ids.dtype is torch.int32
     none = build_trace([], model=MODEL)
     assert (len(none), none.sequence_lengths, none.sample_ids, none.token_ids) == (0, (), None, None)
+
+
+# The check of each row
+
+TWO = [[0, 1], [2, 3]]
+REPEATED = np.array([TWO] * 4)
+REPEATED[[1, 2], 1] = 3
+
+
+def copy(array, *, num_experts=8, **options):
+    """Return (the copied rows, which of them have a route)."""
+    array = np.asarray(array)
+    out, layers = np.zeros(array.shape, np.uint8), range(array.shape[1])
+    model = all_moe(len(layers), num_experts, array.shape[2])
+    return out, copy_routes(array, out, columns=layers, model=model, source=SOURCE, **options)
+
+
+@pytest.mark.parametrize(
+    ("array", "options", "message"),
+    [
+        ([[[1, 2], [3, 4]], [[1, 2], [0, 7]]], {}, None),
+        ([[[1, 2], [3, 4]], [[1, 2], [0, 8]]], {}, r"row 11, layer 2 of topk_indices is \[0, 8\].*physical ids"),
+        ([[[1, 2], [3, 4]], [[1, 2], [-1, 7]]], {}, r"row 11, layer 2 .*\[-1, 7\].*Negative ids"),
+        ([[[1, 2], [3, 4]], [[1, 2], [-1, 8]]], {}, "physical ids"),
+        (REPEATED[:2], {}, r"row 11, layer 2 .* is \[3, 3\]: .*twice \(1 such routes in layers \[2\].*No router chooses"),
+        (REPEATED, {}, r"row 11, layer 2 .*\(2 such routes in layers \[2\]"),
+        ([[[0, 1], [0, 0]], [[5, 5], [2, 3]]], {},
+         r"row 10, layer 2 .*\(2 .* layers \[1, 2\].*1 routes are all zero, in rows 10\.\.11.*missing='live'"),
+        ([TWO, [[-1, -1]] * 2], {}, r"1 rows 11\.\.11 are -1 in every layer"),
+        ([TWO, [[-1, -1], [0, 1]]], {"missing": "live"}, "row 11, layer 1 .* outside"),  # a row is -1 as a whole
+        ([[[-1, -1]] * 2, TWO, [[0, 1], [8, 0]]], {"missing": "live"}, "row 12, layer 2 .* outside"),
+        (np.array([TWO], np.uint8), {"num_experts": 256}, None),
+        (np.array([TWO], np.uint8), {"num_experts": 257}, "cannot hold the ids of 257 experts: a cast has wrapped them"),
+        (np.array([TWO], np.int8), {"num_experts": 128}, None),
+        (np.array([TWO], np.int8), {"num_experts": 129}, "cannot hold the ids of 129 experts"),
+        (np.array([TWO], np.int16), {"num_experts": 32768}, None),
+    ],
+)  # fmt: skip
+def test_a_row_is_a_route_or_raises_with_its_place(array, options, message):
+    raises = contextlib.nullcontext() if message is None else pytest.raises(PayloadError, match=message)
+    with raises:
+        copy(array, first_row=10, **options)
+
+
+def test_rows_that_are_missing_have_no_route_where_that_is_allowed():
+    out, routed = copy([TWO, [[-1, -1]] * 2, [[4, 4], [2, 3]], [[6, 7], [0, 1]]], missing="live")
+    assert routed.tolist() == [True, False, False, True]
+    assert out[[0, 3]].tolist() == [TWO, [[6, 7], [0, 1]]]
