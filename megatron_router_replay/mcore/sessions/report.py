@@ -101,22 +101,20 @@ class SessionReport:
         """Return rows known to be padding / all rows; None without rows."""
         return self.rows_padding / self.tokens if self.tokens else None
 
-    def reduce(self, *groups: dist.ProcessGroup | None) -> SessionReport:
-        """Return one report for all ranks of these groups, the same on each of them.
+    def reduce(self, group: dist.ProcessGroup | None = None) -> SessionReport:
+        """Return one report for all ranks of a group, the same on each of them.
 
-        A collective: every rank of each group calls it. A row counts once, however many pipeline stages and tensor-parallel
+        A collective: every rank of the group calls it. A row counts once, however many pipeline stages and tensor-parallel
         ranks route it: the lowest of them count for all. Routers, forwards, recomputes and decisions are added up.
 
         Args:
-            groups: process groups that share this rank alone; none given: all ranks of the job.
+            group: that of the session; None: all ranks of the job.
         """
-        summed = self
-        # One after another: all ranks of a group have its sum, and the next group, across it, adds up sums.
-        for group in groups or (None,) if dist.is_initialized() else ():
-            reports: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(reports, summed, group=group)
-            summed = _add_up(reports)
-        return summed
+        if not dist.is_initialized():
+            return self
+        reports: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(reports, self, group=group)
+        return _add_up(reports)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the counts and shares as a dict.
