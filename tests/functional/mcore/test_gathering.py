@@ -1,4 +1,4 @@
-"""What ranks of a real group gather and add up."""
+"""Ranks of a real group gather their parts of a recording, and add up their reports."""
 
 import torch
 import torch.distributed as dist

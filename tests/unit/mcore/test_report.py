@@ -1,4 +1,4 @@
-"""What a session's report says, in text, in a notebook, to a logger and of several ranks together."""
+"""The report of a session: in text, in a notebook, for a logger, and of several ranks together."""
 
 from dataclasses import fields, replace
 
