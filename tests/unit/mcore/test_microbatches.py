@@ -284,6 +284,19 @@ def test_what_says_nothing_of_positions_is_not_compared(argument, by_name):
     assert (len(seen[0, 2]), wrong_replays(seen, trace, ROWS)) == (2, 0)
 
 
+@pytest.mark.parametrize("rows", [ROWS.view(1, 8), ROWS.view(4, 2), ROWS[:, :3]])
+def test_a_stage_without_tokens_refuses_rows_of_another_shape_in_its_first_router(rows):
+    """Of as many rows in another order, the shape alone tells."""
+    chunk = OfHiddenStates()
+    session = mrr.replay(chunk, random_trace(8))
+    session.microbatch(rows)
+    with pytest.raises(
+        ReplayStateError, match=r"MRR201: .*the router routes tokens of \[s, b\] = \[4, 2\] on this rank"
+    ):
+        chunk()
+    mrr.close_sessions(chunk)
+
+
 def test_a_stage_that_embeds_nothing_may_get_tokens_of_another_kind():
     chunk, trace = Chunk(), random_trace(8, token_ids=torch.arange(8))
     chunk.pre_process = False
