@@ -118,7 +118,7 @@ def test_what_was_wrong_in_a_step_costs_no_other_request_and_no_other_step():
         (torch.zeros(3, 2), r"handed over torch\.float32"),
     ],
 )
-def test_a_router_that_does_not_route_the_announced_tokens_to_topk_experts_is_refused(ids, message):
+def test_a_router_that_does_not_route_the_announced_tokens_is_refused(ids, message):
     site = echo_site()
     capturer = Capturer(routers=[site], max_num_tokens=16)
     capturer.add_request("a", num_prompt_tokens=3)
