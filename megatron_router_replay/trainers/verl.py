@@ -253,6 +253,11 @@ def _hook_or_warn(seam: Seam, around: Callable[..., Any], loss: str) -> None:
     when_imported(seam.module, then)
 
 
+def _hook_balance(module: Any) -> None:
+    if hasattr(module, BALANCE.name):  # since July 2026
+        _hook_or_warn(BALANCE, _count_balance, "verl's rollout/moe/* metrics would count token ids as experts.")
+
+
 _hook_or_warn(INIT, _construct, "With router_replay.mode R2 or R3 verl's own replay would run, not this package's.")
 _hook_or_warn(AGENT_LOOP, _run_agent_loop, "Without this hook, R3 raises MRR802 in verl's engine.")
-_hook_or_warn(BALANCE, _count_balance, "If verl has rollout/moe/* metrics, they count token ids as experts.")
+when_imported(BALANCE.module, _hook_balance)
