@@ -93,6 +93,7 @@ def config(layout: ParallelSizes, *, packs: bool = False, dynamic: bool = False)
             "context_parallel_size": layout.cp_size,
             "empty_unused_memory_level": 0,
             "moe_per_layer_logging": False,
+            "freeze_moe_router": False,
         },
     }
 

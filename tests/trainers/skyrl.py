@@ -163,8 +163,8 @@ def _track(worker: Any, data: Any) -> None:
     from skyrl.train.utils.tracking import Tracking
 
     me = object.__new__(trainer.RayPPOTrainer)
-    me.cfg = Config(trainer=Config(update_epochs_per_batch=1))
-    me.global_step, me.has_critic, me.all_metrics, me.all_timings = 1, False, {}, {}
+    me.cfg = Config(trainer=Config(update_epochs_per_batch=1, critic=Config(model=Config())))
+    me.global_step, me.all_metrics, me.all_timings = 1, {}, {}
     me._normalize_advantages = lambda data, *_: data
     me.dispatch = SimpleNamespace(
         stage_data=lambda model, data, boundaries: [data],

@@ -124,7 +124,8 @@ def start(folder: str, name: str = "slime", info: str = "") -> str:
         # The GPUs and their groups, trackers, and NumPy 1, which Megatron-LM's optimizer needs.
         for module, names in (
             (actor, "monkey_patch_torch_dist register_default_process_group init_tracking get_gloo_group"),
-            (initialize, "_set_random_seed init_num_microbatches_calculator"),
+            (actor, "load_hf_config load_tokenizer"),
+            (initialize, "_set_random_seed init_num_microbatches_calculator register_hf_config_aliases"),
         ):
             for each in names.split():
                 setattr(module, each, lambda *args, **kwargs: None)
@@ -144,6 +145,7 @@ def start(folder: str, name: str = "slime", info: str = "") -> str:
             custom_megatron_init_path=f"megatron_router_replay.trainers.{name}.init",
             enable_gloo_process_groups=True,
             load="",
+            lora_rank=0,
             profile_target=[],
             **sizes,
         )

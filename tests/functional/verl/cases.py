@@ -12,7 +12,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -294,23 +294,27 @@ def asked(attack: str) -> None:
 
 def tracked() -> dict[str, float]:
     """Train, and let verl's worker, trainer and tracker have the metrics; return those of the tracker's file."""
-    from verl.utils.metric import reduce_metrics
-    from verl.utils.py_functional import rename_dict
-    from verl.utils.tracking import Tracking
-    from verl.workers.engine_workers import TrainingWorker
-
     case = Case()
-    worker = object.__new__(TrainingWorker)
-    worker.engine, worker.device_name, worker.flops_counter = case.engine(OurEngine, "R3"), "cpu", None
-    done = step(worker.engine, as_verl(make_batch().padded, enable_routing_replay=True, **case.batching))
-    more = {"global_token_num": None, "delta_time": 1.0, "forward_only": False, "images_seqlens": None}
-    output = worker._postprocess_output(done["output"], **more)
-    metrics = reduce_metrics(rename_dict(tu.get(output, "metrics"), "actor/"))
-    with TemporaryDirectory() as folder:
-        path = Path(folder, "metrics.jsonl")
-        with mock.patch.dict("os.environ", VERL_FILE_LOGGER_PATH=str(path)):
-            Tracking("project", "experiment", default_backend=["file"]).log(data=metrics, step=1)
-        return json.loads(path.read_text())["data"]  # type: ignore[no-any-return]
+    engine = case.engine(OurEngine, "R3")
+    data = as_verl(make_batch().padded, enable_routing_replay=True, mini_batch_size=len(LENGTHS), **case.batching)
+    with (
+        trainer_imports(str(Path(verl.__file__).parents[1]), ("verl",)),  # for what it imports and is not installed
+        TemporaryDirectory() as folder,
+        mock.patch.dict("os.environ", VERL_FILE_LOGGER_PATH=f"{folder}/metrics.jsonl"),
+    ):
+        from verl.utils.metric import reduce_metrics
+        from verl.utils.py_functional import rename_dict
+        from verl.utils.tracking import Tracking
+        from verl.workers.engine_workers import TrainingWorker
+
+        worker = object.__new__(TrainingWorker)
+        worker.engine, worker.device_name, worker.flops_counter = engine, "cpu", None
+        worker.profiler, engine.train_mode = SimpleNamespace(step=lambda: None), lambda **_: nullcontext()
+        more = {"global_token_num": None, "delta_time": 1.0, "forward_only": False, "images_seqlens": None}
+        worker.train_batch = lambda data: worker._postprocess_output(step(engine, data)["output"], **more)
+        metrics = rename_dict(tu.get(worker.train_mini_batch(data), "metrics"), "actor/")
+        Tracking("project", "experiment", default_backend=["file"]).log(data=reduce_metrics(metrics), step=1)
+        return json.loads(Path(folder, "metrics.jsonl").read_text())["data"]  # type: ignore[no-any-return]
 
 
 def partly_live(case: Case, damage: Any) -> tuple[Counter[str], dict[str, Any]]:
