@@ -104,7 +104,8 @@ def test_routes_that_were_wrong_before_they_came_in_raise(trainer, attack, unedi
     def run():
         workers_1.run(asked, trainer.step, attack, unedited(trainer), ONE, {}, {})
 
-    if not attack:
+    # NeMo-RL fills a sample without rows as it fills messages without routes: its tokens are live.
+    if not attack or (attack == "no rows" and trainer is nemo_rl):
         run()
         return
     with pytest.raises(
