@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import inspect
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 
 from megatron_router_replay.testing import ParallelSizes
 from megatron_router_replay.trainers import miles
-from tests.trainers import oracle, small_model
+from tests.trainers import oracle, slime, small_model
 from tests.trainers.slime import SERVICES, train
-from tests.trainers.slime import args as arguments_of_slime
 from tests.trainers.sources import Source
 from tests.trainers.stand_ins import trainer_imports
 
@@ -29,12 +28,20 @@ def rollout_data(seed: int) -> dict[str, Any]:
 
 
 def step(
-    folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dict[str, Any], replay: str = "ours"
+    folder: str,
+    layout: ParallelSizes,
+    options: dict[str, Any],
+    flags: dict[str, Any],
+    *,
+    audits: bool = False,
+    plants: bool = False,
+    tracks: bool = False,
 ) -> Any:
     """Train on one rollout; {pass: (decisions, wrong)} of the reference, log-prob and training passes.
 
     Args:
-        replay: "ours", or "own": miles' own in the routers and nothing of ours; "audited": its own, compared by ours.
+        audits: miles' own replay is in the routers.
+        plants: it gets one wrong row.
     """
     with trainer_imports(folder, ("miles",), services=SERVICES), oracle.process():
         torch._dynamo.config.disable = True
@@ -44,8 +51,12 @@ def step(
         from miles.utils.replay_base import routing_replay_manager
 
         chunks = small_model.build(layout, **options)
-        arguments = arguments_of_slime(layout, **{"qkv_format": "thd", "allgather_cp": False, **flags})
+        arguments = slime.args(
+            layout, **{"qkv_format": "thd", "allgather_cp": False, "use_tensorboard": tracks, **flags}
+        )
         arguments.pipeline_model_parallel_size = layout.pp_size
+        if arguments.allgather_cp:
+            small_model.without_attention(chunks)
         # The actor made micro-batches before July 2026.
         arguments.global_batch_size, arguments.max_tokens_per_gpu = oracle.NUM_SAMPLES * layout.ep_size, 20
         model.get_args = parallel.get_args = lambda: arguments
@@ -53,7 +64,7 @@ def step(
         parallel.mpu.get_data_parallel_group_gloo = parallel.mpu.get_data_parallel_group
         model.DumperMegatronUtil = _NoDumper
         model.torch.cuda.mem_get_info = lambda device=None: (1, 1)  # there is memory
-        # Services: the object store, the trackers.
+        # Services: the object store, the trackers of a rollout.
         boxes = [rollout_data(i) for i in range(parallel.mpu.get_data_parallel_world_size())]
         try:
             from miles.ray.rollout.train_data_conversion import process_rollout_data_shard
@@ -61,12 +72,10 @@ def step(
         except ImportError:  # before July 2026
             from miles.utils import data as store
 
-            actor.is_megatron_main_rank = model.is_megatron_main_rank = lambda: False
             set_parallel_state(parallel.create_megatron_parallel_state())
             store.ray.get = lambda reference: reference
             boxes = [SimpleNamespace(inner=box) for box in boxes]
         else:
-            actor.is_first_replica_megatron_main_rank = model.is_first_replica_megatron_main_rank = lambda: False
             set_parallel_state(parallel.create_megatron_parallel_state(GroupInfo(rank=0, size=1, group=None)))
             is_pair = "store_get_result" in inspect.getsource(data.get_rollout_data)  # since August 2026
 
@@ -76,31 +85,32 @@ def step(
 
             data.process_rollout_data = process_rollout_data
         log_utils.gather_log_data = actor.log_perf_data = lambda *args, **kwargs: None
-        if replay != "own":
-            miles.init(arguments)  # --custom-megatron-init-path
+        actor.init_tracking(arguments, primary=False)
+        miles.init(arguments)  # --custom-megatron-init-path
         routing_replay_manager.enabled = True  # as the actor's `init` leaves it
-        if replay != "ours":
-            _install_own_replay(chunks, routing_replay_manager)
+        if audits:
+            _install_own_replay(chunks, routing_replay_manager, plants)
         heartbeat = SimpleNamespace(bump=lambda: None)
         return train(
             actor, arguments, chunks, boxes, with_ref=True, _heartbeat=heartbeat, _ft_test_action_executor=None
         )
 
 
-def step_with_own_replay(folder: str, flags: dict[str, Any], replay: str = "own") -> Any:
-    with mock.patch.object(torch.cuda, "current_device", torch.cuda.current_device):
-        return step(folder, ParallelSizes(), {}, {"enable_mtp_training": False, **flags}, replay=replay)
+def start(folder: str) -> str:
+    """Run the actor's own `init` until it builds the model."""
+    info = "miles.utils.ft_utils.indep_dp" if Path(folder, "miles/utils/ft_utils/indep_dp.py").exists() else ""
+    return slime.start(folder, "miles", info)
 
 
-def _install_own_replay(chunks: list[Any], manager: Any) -> None:
-    """Have routers choose by miles' top-k, as its Megatron-LM has them; its queues are not pinned and stay on the CPU."""
+def _install_own_replay(chunks: list[Any], manager: Any, plants: bool) -> None:
+    """Have routers choose by miles' top-k, as its Megatron-LM has them; its queues are not pinned."""
     from megatron.core.transformer.moe.router import TopKRouter
     from miles.backends.megatron_utils.replay_utils import register_replay_list_moe
     from miles.utils.replay_base import Replay
 
     manager.register_replay_list_func = register_replay_list_moe
     Replay.record = lambda self, top_indices: self.top_indices_list.append(top_indices.clone())
-    torch.cuda.current_device = lambda: "cpu"
+    Replay.record = oracle.planting(Replay.record) if plants else Replay.record
     choose = manager.get_topk_fn(lambda scores, topk: scores.topk(topk, dim=1), return_probs=True)
 
     def routing(logits: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import os
 import typing
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import typing_extensions
 
@@ -89,11 +93,14 @@ def config(layout: ParallelSizes, *, packs: bool = False, dynamic: bool = False)
             "context_parallel_size": layout.cp_size,
             "empty_unused_memory_level": 0,
             "moe_per_layer_logging": False,
+            "freeze_moe_router": False,
         },
     }
 
 
-def step(folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dict[str, Any]) -> Any:
+def step(
+    folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dict[str, Any], *, tracks: bool = False
+) -> Any:
     """Reference log-probs, previous log-probs, a training step; {pass: (decisions, wrong)} of each."""
     # Before Python 3.12, which NeMo-RL requires, pydantic needs the other TypedDict.
     newer = mock.patch.object(typing, "TypedDict", typing_extensions.TypedDict)
@@ -162,8 +169,46 @@ def step(folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dic
             seen.mark()
             me.get_logprobs(data=shard())
             seen.mark()
-            me.train(shard(), ClippedPGLossFn(ClippedPGLossConfig()), gbs=oracle.NUM_SAMPLES * me.dp_size)
+            results = me.train(shard(), ClippedPGLossFn(ClippedPGLossConfig()), gbs=oracle.NUM_SAMPLES * me.dp_size)
+        if tracks:
+            _track(results["all_mb_metrics"])
         return seen.counts()
+
+
+def _track(metrics: dict[str, Any]) -> None:
+    """Hand a worker's metrics to the loop of GRPO that adds them up, and its sums to the logger."""
+    from nemo_rl.algorithms import grpo
+    from nemo_rl.utils.logger import TensorboardLogger
+
+    loops = [node for node in ast.walk(ast.parse(inspect.getsource(grpo))) if isinstance(node, ast.For)]
+    (loop, *_) = [node for node in loops if ast.unparse(node).startswith("for k, v in metrics.items():\n    if k in {")]
+    exec(compile(ast.Module([loop], []), "grpo", "exec"), {"np": np, "metrics": metrics})
+    TensorboardLogger({}, log_dir=os.environ["TENSORBOARD_DIR"]).log_metrics(metrics, 1, prefix="train")
+
+
+def start(folder: str) -> str:
+    """Run the worker's own `__init__` until it builds the model."""
+    newer = mock.patch.object(typing, "TypedDict", typing_extensions.TypedDict)
+    with newer, trainer_imports(folder, SOURCE.packages, services=SERVICES), oracle.process():
+        nemo_rl.install()
+        from nemo_rl.models.megatron import setup
+        from nemo_rl.models.policy.workers import megatron_policy_worker as worker
+
+        ParallelSizes().initialize()
+        # Ray's GPU, its groups, a checkpoint, and Megatron-Bridge's configuration.
+        worker.ray = SimpleNamespace(get_gpu_ids=lambda: [0])
+        worker.setup_distributed = worker.apply_transformer_engine_patch = worker.handle_model_import = (
+            lambda *_, **__: None
+        )
+        worker.validate_model_paths = lambda config: ("", "", False)
+        settings, setup.GlobalState = mock.MagicMock(), lambda: mock.MagicMock(start_time=0.0)
+        worker.validate_and_set_config = lambda *_: settings
+        torch.cuda.current_device = lambda: 0
+        setup._patch_bridge_signal_handler_for_worker_threads = lambda: None
+        setup.get_model = oracle.build_model
+        me = object.__new__(worker.MegatronPolicyWorkerImpl)
+        tokenizer = SimpleNamespace(pad_token="")
+        return oracle.starting(me.__init__, config(ParallelSizes()), tokenizer, worker_sharding_annotations=None)
 
 
 class _Once:

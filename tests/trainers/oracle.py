@@ -6,19 +6,22 @@ and the routing maps that leave its routers. Every token of a batch has an id of
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
 import torch
+from megatron.core.pipeline_parallel import schedules
 from torch import Tensor
 
 import megatron_router_replay as mrr
+from megatron_router_replay.testing import ParallelSizes
 from megatron_router_replay.trainers import follow
 
 LAYERS, EXPERTS, TOPK, VOCAB = 4, 16, 4, 320
@@ -106,16 +109,41 @@ def rollout(seed: int = 0, *, dense_first: bool = True) -> tuple[list[Tensor], l
     return ids, routes
 
 
-FAULTS: dict[str, Any] = {
-    "": lambda routes: routes,
-    "exchanged": lambda routes: [routes[1], routes[0], *routes[2:]],
-    "late": lambda routes: [torch.cat([part[:1], part[:-1]]) for part in routes],
+def one(at: int, change: Any) -> Any:
+    """Return an attack on one sample."""
+    return lambda parts: [change(part) if i == at else part for i, part in enumerate(parts)]
+
+
+def each(change: Any) -> Any:
+    return lambda parts: [change(part) for part in parts]
+
+
+def without_rows(part: Tensor, at: slice) -> Tensor:
+    part = part.clone()
+    part[at] = 0
+    return part
+
+
+MOVES: dict[str, Any] = {
+    "late": each(lambda part: torch.cat([part[:1], part[:-1]])),
+    "early": each(lambda part: torch.cat([part[1:], part[-1:]])),
+    "reversed": each(lambda part: part.flip(0)),
+    "exchanged": lambda parts: [parts[1], parts[0], *parts[2:]],
+    "zeros": one(2, torch.zeros_like),
+    "two rows of zeros": one(2, partial(without_rows, at=slice(50, 52))),
+    "half of the rows": one(1, lambda part: part[: len(part) // 2]),
+    "no first row": one(0, lambda part: part[1:]),
 }
-"""What happens to a rollout's routes before they come in."""
+ATTACKS = MOVES | {
+    "no rows": one(1, lambda part: part[:0]),
+    "shifted layers": each(lambda part: part.roll(1, dims=1)),
+    "shifted layers, none of them dense": each(lambda part: part[:, 1:].roll(1, dims=1)),
+}
+"""What may happen to a rollout's rows of six samples, before the trainer has them."""
 
 
-def asked(step: Any, fault: str, *args: Any) -> None:
-    """Run a trainer's step on long samples whose routes are the model's own but for a fault, and ask its routers."""
+def asked(step: Any, attack: str, *args: Any) -> None:
+    """Run a trainer's step on long samples whose routes are the model's own but for an attack, and ask its routers."""
     from tests.trainers import small_model  # which imports this module
 
     chunks: list[Any] = []
@@ -129,7 +157,7 @@ def asked(step: Any, fault: str, *args: Any) -> None:
     def own_rollout(seed: int = 0) -> tuple[list[Tensor], list[Tensor]]:
         generator = torch.Generator().manual_seed(seed)
         ids = [torch.randint(1, VOCAB, (200,), generator=generator) for _ in range(NUM_SAMPLES)]
-        return ids, FAULTS[fault]([own_routes(chunks, part)[:-1] for part in ids])
+        return ids, ATTACKS.get(attack, list)([own_routes(chunks, part)[:-1] for part in ids])
 
     module = sys.modules[__name__]
     with (
@@ -141,13 +169,14 @@ def asked(step: Any, fault: str, *args: Any) -> None:
 
 
 def own_routes(chunks: list[Any], ids: Tensor) -> Tensor:
-    """Return what the model's routers choose for a sample, [T, LAYERS, TOPK]."""
+    """Return what the model's routers choose for a sample, [T, LAYERS, topk]."""
     from megatron.core.transformer.moe.router import TopKRouter
 
-    routes = torch.zeros(len(ids), LAYERS, TOPK, dtype=torch.int64)
+    topk = chunks[0].config.moe_router_topk
+    routes = torch.zeros(len(ids), LAYERS, topk, dtype=torch.int64)
 
     def keep(router: Any, args: Any, output: Any) -> None:
-        routes[:, router.layer_number - 1] = output[1].nonzero()[:, 1].view(-1, TOPK)
+        routes[:, router.layer_number - 1] = output[1].nonzero()[:, 1].view(-1, topk)
 
     handles = [each.register_forward_hook(keep) for each in chunks[0].modules() if isinstance(each, TopKRouter)]
     with torch.no_grad():
@@ -186,19 +215,53 @@ def process() -> Iterator[None]:
 def audited(step: Any, word: str, *args: Any) -> tuple[Any, list[Any]]:
     """Run a trainer with its own replay under MRR_AUDIT=word; return what this oracle counted, and the audit's findings."""
     with mock.patch.dict(os.environ, MRR_AUDIT=word):
-        return step(*args, replay="audited"), list(FINDINGS)
+        return step(*args, audits=True), list(FINDINGS)
 
 
-def attacked(step: Any, attack: Any, *args: Any) -> Any:
-    """Run a trainer on a rollout whose tokens and routes `attack` changed."""
-    module = sys.modules[__name__]
-    original = rollout
+def planting(original: Any) -> Any:
+    """Return a trainer's method that takes routes, with one wrong expert for the third token of its first call."""
+    calls = itertools.count()
 
-    def changed(seed: int = 0) -> tuple[list[Tensor], list[Tensor]]:
-        return attack(*original(seed))  # type: ignore[no-any-return]
+    def take(self: Any, topk_indices: Tensor) -> None:
+        if next(calls) == 0:
+            topk_indices = topk_indices.clone()
+            topk_indices[2, 0] = min(set(range(EXPERTS)) - set(topk_indices[2].tolist()))
+        original(self, topk_indices)
 
-    with mock.patch.object(module, "rollout", changed):
-        return step(*args)
+    return take
+
+
+class ModelError(Exception):
+    """A trainer asks for its model."""
+
+
+def build_model(*args: Any, **kwargs: Any) -> Any:
+    """Stand where a trainer builds its model."""
+    raise ModelError
+
+
+def starting(start: Any, *args: Any, **kwargs: Any) -> str:
+    """Run a trainer's own set-up until it builds the model; return whose replay Megatron-Core's schedules go through then."""
+    try:
+        start(*args, **kwargs)
+    except ModelError:
+        assert hasattr(schedules.get_forward_backward_func, "mrr_original")
+        return follow.active().trainer
+    raise AssertionError("no model was built")
+
+
+def tracked(step: Any, folder: str, to: str, *args: Any) -> None:
+    """Run a trainer's step with its own tracker, which writes TensorBoard's files to a folder."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    original = SummaryWriter.add_scalar
+
+    def add_scalar(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.flush()
+
+    with mock.patch.dict(os.environ, TENSORBOARD_DIR=to), mock.patch.object(SummaryWriter, "add_scalar", add_scalar):
+        step(folder, ParallelSizes(), {}, {}, tracks=True)
 
 
 @contextmanager

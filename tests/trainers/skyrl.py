@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -103,25 +105,36 @@ def batch(seed: int) -> Any:
 
 
 def step(
-    folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dict[str, Any], replay: str = "ours"
+    folder: str,
+    layout: ParallelSizes,
+    options: dict[str, Any],
+    flags: dict[str, Any],
+    *,
+    audits: bool = False,
+    plants: bool = False,
+    tracks: bool = False,
 ) -> Any:
-    """Log-probs without routes (the reference's batch), with them, a training step; {pass: (decisions, wrong)} of each."""
-    with trainer_imports(folder, SOURCE.packages, services=SERVICES), oracle.process():
+    """Log-probs without routes (the reference's batch), with them, a training step; {pass: (decisions, wrong)} of each.
+
+    Args:
+        audits: SkyRL's own replay is in the routers.
+        plants: it gets one wrong row.
+    """
+    with trainer_imports(folder, SOURCE.packages, services=SERVICES), oracle.process(), _own_replay(audits, plants):
         torch._dynamo.config.disable = True
         from skyrl.backends.skyrl_train.distributed.megatron import megatron_utils
         from skyrl.backends.skyrl_train.utils.ppo_utils import ppo_policy_loss
         from skyrl.backends.skyrl_train.workers.megatron import megatron_worker as worker
         from skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper import MegatronModelWrapper
 
-        if replay != "own":
-            skyrl.install()
+        skyrl.install()
         # An older Megatron-Core has no total_tokens, which only Transformer Engine reads.
         megatron_utils.PackedSeqParams = small_model.packed_seq_params
-        if options.get("moe_enable_routing_replay"):
+        if audits:
             from skyrl.backends.skyrl_train.utils.replay_utils import patch_topk_router_layer_number
 
             patch_topk_router_layer_number()
-        chunks = small_model.build(layout, **options)
+        chunks = small_model.build(layout, moe_enable_routing_replay=audits, **options)
         rank = worker.mpu.get_data_parallel_rank()
         me = object.__new__(worker.MegatronPolicyWorkerBase)
         me.cfg, me.actor_module = config(**flags), chunks
@@ -140,20 +153,72 @@ def step(
             seen.mark()
             me._forward_logprobs(batch(rank))
             seen.mark()
-            me.forward_backward(batch(rank))
+            _track(me, batch(rank)) if tracks else me.forward_backward(batch(rank))
         return seen.counts()
 
 
-def step_with_own_replay(folder: str, flags: dict[str, Any], replay: str = "own") -> Any:
-    """`step`, with routers built as SkyRL builds them for its own replay; nothing of that is left in the process."""
+def _track(worker: Any, data: Any) -> None:
+    """Let SkyRL's driver train with this worker, and its tracker log what it collected."""
+    from skyrl.train import trainer
+    from skyrl.train.utils.tracking import Tracking
+
+    me = object.__new__(trainer.RayPPOTrainer)
+    me.cfg = Config(trainer=Config(update_epochs_per_batch=1, critic=Config(model=Config())))
+    me.global_step, me.all_metrics, me.all_timings = 1, {}, {}
+    me._normalize_advantages = lambda data, *_: data
+    me.dispatch = SimpleNamespace(
+        stage_data=lambda model, data, boundaries: [data],
+        forward_backward_from_staged=lambda model, data: worker.forward_backward(data),
+        optim_step=lambda model: None,
+        empty_cache=lambda: None,
+    )
+    data.metadata["policy_mini_batch_boundaries"] = None
+    me.train_critic_and_policy(data)
+    Tracking("project", "experiment", "tensorboard").log(me.all_metrics, step=1)
+
+
+def start(folder: str) -> str:
+    """Run the worker's own `init_model` until it builds the model."""
+    with trainer_imports(folder, SOURCE.packages, services=SERVICES), oracle.process():
+        skyrl.install()
+        from skyrl.backends.skyrl_train.workers.megatron import megatron_worker as worker
+
+        # A checkpoint's parts, and Megatron-Bridge.
+        provider = Config(provide_distributed_model=oracle.build_model, finalize=lambda: None)
+        worker.AutoBridge = SimpleNamespace(
+            from_hf_pretrained=lambda *_, **__: SimpleNamespace(to_megatron_provider=lambda: provider)
+        )
+        worker.update_model_config = lambda config, **_: config
+        me = object.__new__(worker.MegatronPolicyWorkerBase)
+        me.strategy, me._rank = SimpleNamespace(), 0
+        megatron = Config(
+            model_config_kwargs={}, transformer_config_kwargs={}, tensor_model_parallel_size=1, lora_config=Config()
+        )
+        me.cfg = Config(
+            gradient_checkpointing=True,
+            mtp=Config(),
+            policy=Config(megatron_config=megatron, model=Config(lora=Config()), inference_only_init=True),
+        )
+        me._is_lora = me._maybe_setup_fake_int4_qat = lambda: None
+        me._is_lora = False
+        return oracle.starting(me.init_model, "model")
+
+
+@contextmanager
+def _own_replay(audits: bool, plants: bool) -> Iterator[None]:
+    """Leave nothing in the process of the routers that SkyRL builds for its own replay."""
+    if not audits:
+        yield
+        return
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
-    original = TopKRouter.set_layer_number
+    original, take = TopKRouter.set_layer_number, RouterReplay.set_target_indices
+    RouterReplay.set_target_indices = oracle.planting(take) if plants else take
     try:
-        return step(folder, ParallelSizes(), {"moe_enable_routing_replay": True}, flags, replay)
+        yield
     finally:
-        TopKRouter.set_layer_number = original
+        TopKRouter.set_layer_number, RouterReplay.set_target_indices = original, take
         del TopKRouter._set_layer_number_patched
         RouterReplay.global_router_replay_instances.clear()
 

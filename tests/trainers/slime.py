@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from argparse import Namespace
 from types import SimpleNamespace
@@ -76,7 +77,9 @@ def rollout_data(seed: int, steps: int) -> dict[str, Any]:
     return data
 
 
-def step(folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dict[str, Any]) -> Any:
+def step(
+    folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dict[str, Any], *, tracks: bool = False
+) -> Any:
     """Train on one rollout, in so many `steps`; {pass: (decisions, wrong)} of the reference, log-probs and training."""
     with trainer_imports(folder, ("slime",), services=SERVICES), oracle.process():
         torch._dynamo.config.disable = True
@@ -84,20 +87,17 @@ def step(folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dic
         from slime.utils import data as slime_data
         from slime.utils.misc import Box
 
-        # Services: Ray's store, the trackers, the GPU.
+        # Services: Ray's store, the trackers of a rollout, the GPU.
         slime_data.ray.get = lambda reference: reference
         try:
-            from slime.observability import logging_utils, train_metric_utils
+            from slime.observability import train_metric_utils
             from slime.utils import accelerator
         except ModuleNotFoundError:  # before August 21, 2026
-            from slime.utils import logging_utils
-
             actor.log_perf_data = data.gather_log_data = lambda *args, **kwargs: None
         else:
             train_metric_utils.log_perf_data = train_metric_utils.gather_log_data = lambda *args, **kwargs: None
             accelerator.current_device = accelerator.device = lambda *args, **kwargs: torch.device("cpu")
-        logging_utils.log = lambda *args, **kwargs: None
-        arguments = args(layout, **flags)
+        arguments = args(layout, use_tensorboard=tracks, **flags)
         model.get_args = lambda: arguments
         slime.init(arguments)  # --custom-megatron-init-path
         chunks = small_model.build(layout, **options)
@@ -107,6 +107,49 @@ def step(folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dic
             set_in_configs(chunks, overlap_moe_expert_parallel_comm=True)  # whose own checks want bf16
         boxes = [Box(rollout_data(i, flags.get("steps", 1))) for i in range(actor.mpu.get_data_parallel_world_size())]
         return train(actor, arguments, chunks, boxes)
+
+
+def start(folder: str, name: str = "slime", info: str = "") -> str:
+    """Run the actor's own `init` until it builds the model.
+
+    Args:
+        name: of the trainer, slime or miles.
+        info: the module of miles' `IndepDPInfo`; "": its `init` takes none.
+    """
+    with trainer_imports(folder, (name,), services=SERVICES), oracle.process():
+        modules = ("actor", "initialize", "model")
+        actor, initialize, model = (
+            importlib.import_module(f"{name}.backends.megatron_utils.{each}") for each in modules
+        )
+        # The GPUs and their groups, trackers, and NumPy 1, which Megatron-LM's optimizer needs.
+        for module, names in (
+            (actor, "monkey_patch_torch_dist register_default_process_group init_tracking get_gloo_group"),
+            (actor, "load_hf_config load_tokenizer"),
+            (initialize, "_set_random_seed init_num_microbatches_calculator register_hf_config_aliases"),
+        ):
+            for each in names.split():
+                setattr(module, each, lambda *args, **kwargs: None)
+        initialize.np = SimpleNamespace(__version__="1.26")
+        model.get_model = oracle.build_model
+        base = actor.MegatronTrainRayActor.__mro__[1]
+        base.init = lambda self, args, *_, **__: setattr(self, "args", args)
+        base._rank, base._indep_dp_store_addr = 0, None
+        named = {"indep_dp_info": importlib.import_module(info).IndepDPInfo.create_trivial()} if info else {}
+        sizes = dict.fromkeys(
+            [f"{each}_parallel_size" for each in ("tensor_model", "pipeline_model", "context", "expert_model")]
+            + ["num_distributed_optimizer_instances", "distributed_timeout_minutes", "num_gpus_per_node"],
+            1,
+        )
+        arguments = args(
+            ParallelSizes(),
+            custom_megatron_init_path=f"megatron_router_replay.trainers.{name}.init",
+            enable_gloo_process_groups=True,
+            load="",
+            lora_rank=0,
+            profile_target=[],
+            **sizes,
+        )
+        return oracle.starting(object.__new__(actor.MegatronTrainRayActor).init, arguments, "actor", **named)
 
 
 def train(actor: Any, arguments: Args, chunks: list[Any], boxes: list[Any], **fields: Any) -> Any:

@@ -5,15 +5,17 @@ Nothing of a trainer is part of this project: without the variable its tests are
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from megatron_router_replay.trainers import seams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,18 +34,28 @@ class Source:
     def variable(self) -> str:
         return f"{self.name.upper()}_DIR"
 
-    def commit(self) -> str:
-        """Return the commit that the page names."""
-        page = ROOT / "docs" / "trainers" / f"{self.name}.md"
-        found = re.search(r"commit `([0-9a-f]{8,40})`", page.read_text())
-        assert found, f"docs/trainers/{self.name}.md names no commit"
-        return found[1]
-
     def unedited(self, to: Path) -> Path:
         """Copy the trainer to `to`, a folder that is not there yet."""
         folder = os.environ.get(self.variable)
         if folder is None:
-            pytest.skip(f"{self.variable} does not name a checkout of {self.name}, commit {self.commit()}.")
+            pytest.skip(f"{self.variable} does not name a checkout of {self.name}; its page in docs names the commit.")
         for package in self.packages:
             shutil.copytree(Path(folder, package), to / package, ignore=shutil.ignore_patterns("*.pyc", "*.so", ".git"))
         return to
+
+
+def check_renames(name: str, folder: str, capsys: Any) -> None:
+    """Rename each function, parameter and word of each seam, one after the other; the script names it."""
+    assert seams.main([name, folder]) == 0
+    for seam in importlib.import_module(f"megatron_router_replay.trainers.{name}").SEAMS:
+        path = next(Path(folder).glob(f"{seam.module.replace('.', '/')}*.py"))
+        text, where = path.read_text(), re.escape(f"MRR808: {seam.module}.{seam.name}")
+        names = [(seam.name.split(".")[-1], " is gone")]
+        names += [(each, rf" has the parameters .*\['{each}'\]") for each in seam.parameters.split()]
+        names += [(each, rf" no longer names \['{each}'\]") for each in seam.words.split()]
+        for old, message in names:
+            path.write_text(re.sub(rf"\b{old}\b", "renamed", text))
+            capsys.readouterr()
+            assert seams.main([name, folder]) >= 1
+            assert re.search(where + message, capsys.readouterr().out), (seam.name, old)
+        path.write_text(text)

@@ -122,7 +122,8 @@ def trainer_imports(folder: str, packages: Sequence[str], *, services: Sequence[
     before = {name: module for name, module in sys.modules.items() if name.split(".")[0] in services}
     for name in before:
         del sys.modules[name]
-    sys.modules.update({name: _Module(name) for name in services})
+    # Megatron's training loop is a service, too: a wheel that has it may need a newer Python.
+    sys.modules.update({name: _Module(name) for name in (*services, "megatron.training")})
     sys.meta_path.append(finder)
     sys.path.insert(0, folder)
     builtins.__import__ = importing

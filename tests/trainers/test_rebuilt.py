@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import re
 import sys
 from functools import partial
 from unittest import mock
@@ -18,7 +17,9 @@ from megatron_router_replay.errors import PayloadError, ReplayStateError, Router
 from megatron_router_replay.testing import ParallelSizes
 from megatron_router_replay.trainers import follow, miles, nemo_rl, seams, skyrl, slime, token_layers
 from tests.trainers import oracle, rebuilt, small_model
+from tests.trainers.oracle import ATTACKS, MOVES
 from tests.trainers.slime import Args
+from tests.trainers.sources import check_renames
 from tests.trainers.stand_ins import trainer_imports
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -179,39 +180,6 @@ def test_every_decision_is_the_rollouts(name, trainer, chunks):
     assert (train["train"], train["recompute"], train["live"][1]) == ((138, 0), (138, 0), 0)
     expected = 46 / 46 if name != "nemo_rl" else 46 / 4 / 46  # NeMo-RL adds four micro-batches up
     assert metrics["router_replay/rows_replayed"] / 46 == pytest.approx(expected)
-
-
-def one(at, change):
-    """Return an attack on one sample."""
-    return lambda parts: [change(part) if i == at else part for i, part in enumerate(parts)]
-
-
-def each(change):
-    return lambda parts: [change(part) for part in parts]
-
-
-def without_rows(part, at):
-    part = part.clone()
-    part[at] = 0
-    return part
-
-
-MOVES = {
-    "late": each(lambda part: torch.cat([part[:1], part[:-1]])),
-    "early": each(lambda part: torch.cat([part[1:], part[-1:]])),
-    "reversed": each(lambda part: part.flip(0)),
-    "exchanged": lambda parts: [parts[1], parts[0], *parts[2:]],
-    "zeros": one(2, torch.zeros_like),
-    "two rows of zeros": one(2, partial(without_rows, at=slice(50, 52))),
-    "half of the rows": one(1, lambda part: part[: len(part) // 2]),
-    "no first row": one(0, lambda part: part[1:]),
-}
-ATTACKS = MOVES | {
-    "no rows": one(1, lambda part: part[:0]),
-    "shifted layers": each(lambda part: part.roll(1, dims=1)),
-    "shifted layers, none of them dense": each(lambda part: part[:, 1:].roll(1, dims=1)),
-}
-"""What may happen to a rollout's rows of six samples, before the trainer has them."""
 
 
 def run_attacked(name, chunks, monkeypatch, *, attack=list, move=list):
@@ -378,24 +346,7 @@ def test_token_ids_travel_with_routes_of_any_topk(topk, dtype):
 
 @pytest.mark.parametrize("name", rebuilt.SOURCES)
 def test_whatever_a_trainer_renames_is_named(name, tmp_path, capsys):
-    """Each function, parameter and word of each seam, one after the other."""
-    folder, told = write(tmp_path, rebuilt.SOURCES[name]), set()
-    assert seams.main([name, folder]) == 0
-    for seam in importlib.import_module(f"megatron_router_replay.trainers.{name}").SEAMS:
-        path = next(tmp_path.glob(f"{seam.module.replace('.', '/')}*.py"))
-        text = path.read_text()
-        function, where = seam.name.split(".")[-1], re.escape(f"MRR808: {seam.module}.{seam.name}")
-        names = [(function, "is gone"), *((each, "has the parameters") for each in seam.parameters.split())]
-        names += [(each, "no longer names") for each in seam.words.split()]
-        for old, message in names:
-            path.write_text(re.sub(rf"\b{old}\b", "renamed", text))
-            capsys.readouterr()
-            assert seams.main([name, folder]) >= 1
-            expected = rf"{where} {message}" + ("" if message == "is gone" else rf".*\['{old}'\]")
-            assert re.search(expected, capsys.readouterr().out), (seam.name, old)
-            told.add(message)
-        path.write_text(text)
-    assert {"is gone", "has the parameters"} <= told
+    check_renames(name, write(tmp_path, rebuilt.SOURCES[name]), capsys)
 
 
 def test_a_batch_without_a_field_is_named(trainer):

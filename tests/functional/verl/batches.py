@@ -5,18 +5,26 @@ Every token of a batch is another one, so that a token says which sample and pos
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from transformers import modeling_flash_attention_utils as utils
+from verl.utils import attention_utils
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import left_right_2_no_padding
 
 from megatron_router_replay.trainers import token_layers
 
 VOCAB_SIZE = 512
+
+if not hasattr(attention_utils, "_fallback_unpad_input"):
+    # Before August 2026 verl took these from flash_attn, which a CPU has not; transformers has them in plain torch.
+    plain = (lambda values, at: values[at], utils._pad_input, None, utils._unpad_input)
+    attention_utils._get_attention_functions = lambda: plain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +59,18 @@ class Batch:
     padded: dict[str, Tensor]
 
 
-def make_batch(seed: int = 0, sizes: Sizes = SIZES) -> Batch:
-    """Random tokens and routes; the last token of each sample has none, as verl gets them from an engine."""
+def make_batch(
+    seed: int = 0, sizes: Sizes = SIZES, engine: Callable[[list[Tensor]], list[Tensor]] | None = None
+) -> Batch:
+    """Random tokens and routes; the last token of each sample has none, as verl gets them from an engine.
+
+    Args:
+        engine: returns the routes of the samples, in place of random ones; tokens repeat then.
+    """
     generator = torch.Generator().manual_seed(seed)
     lengths = sizes.lengths
     ids = torch.randperm(VOCAB_SIZE - 1, generator=generator)[: sum(lengths)] + 1
+    ids = ids if engine is None else torch.randint(1, VOCAB_SIZE, (sum(lengths),), generator=generator)
     tokens = list(ids.split(lengths))
     shape = (sum(lengths), sizes.num_columns, sizes.num_experts)
     routes = torch.rand(shape, generator=generator).argsort(dim=2)[:, :, : sizes.topk].short()
@@ -65,7 +80,8 @@ def make_batch(seed: int = 0, sizes: Sizes = SIZES) -> Batch:
     widths |= {"responses": longest_response, "response_mask": longest_response}
     padded = {name: torch.zeros(num, size, dtype=torch.int64) for name, size in widths.items()}
     padded["routed_experts"] = torch.zeros(num, width, sizes.num_columns + 2, sizes.topk, dtype=torch.int16)
-    samples = zip(sizes.prompts, sizes.responses, tokens, routes.split(lengths))
+    rows = [part[:-1] for part in routes.split(lengths)] if engine is None else engine(tokens)
+    samples = zip(sizes.prompts, sizes.responses, tokens, rows)
     for i, (prompt, response, of_sample, its_routes) in enumerate(samples):
         whole = slice(longest_prompt - prompt, longest_prompt + response)
         padded["input_ids"][i, whole] = of_sample
@@ -73,9 +89,8 @@ def make_batch(seed: int = 0, sizes: Sizes = SIZES) -> Batch:
         padded["prompts"][i, longest_prompt - prompt :] = of_sample[:prompt]
         padded["responses"][i, :response] = of_sample[prompt:]
         padded["response_mask"][i, :response] = 1
-        padded["routed_experts"][i, whole.start : whole.stop - 1] = token_layers.add(
-            its_routes[:-1], of_sample, sample=i
-        )
+        values = token_layers.add(its_routes, of_sample, sample=i)
+        padded["routed_experts"][i, whole.start : whole.start + len(values)] = values
     padded["position_ids"] = (padded["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
     padded["old_log_probs"] = -torch.rand(padded["response_mask"].shape, generator=generator)
     padded["advantages"] = torch.randn(padded["response_mask"].shape, generator=generator)

@@ -7,12 +7,15 @@ them, and the tokens of each position are laid out here by hand.
 from __future__ import annotations
 
 import asyncio
+import inspect
+import json
 import os
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -25,22 +28,29 @@ import verl
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
+from verl.models.mcore import util
+from verl.utils import tensordict_utils as tu
 from verl.utils.megatron.router_replay_patch import RouterReplay as VerlRouterReplay
+from verl.workers.config import McoreEngineConfig
 
 import megatron_router_replay as mrr
 from megatron_router_replay.testing import ParallelSizes
 from megatron_router_replay.trainers import follow, token_layers
+from megatron_router_replay.trainers import verl as plugin
 from tests.functional.mcore.cases import as_map, left_over, moe_routers, watched
 from tests.functional.verl import packers
-from tests.functional.verl.batches import LENGTHS, as_verl, make_batch
+from tests.functional.verl.batches import LENGTHS, Sizes, as_verl, make_batch
 from tests.functional.verl.engines import OurEngine, StockEngine, build, engine_config, loss_function, model_config
 from tests.support.gradients import gradients
+from tests.trainers.oracle import ATTACKS, own_routes
 from tests.trainers.stand_ins import trainer_imports
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 DYNAMIC = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 24}
 FIXED = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2}
+HAS_BUCKETS = hasattr(McoreEngineConfig, "pad_to_length")  # since August 2026
+FORCES_LENGTH = "forced_max_seqlen" in inspect.signature(util.preprocess_bshd_engine).parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,15 +66,12 @@ class Case:
         return build(kind, engine_config(self.layout, mode=mode, padded=self.padded, bucket=self.bucket, **config))
 
 
-def expected_tokens(case: Case, samples: list[list[int]], longest: int) -> Tensor:
-    """The token of each position as this rank's routers get them, by hand; 0 on padding.
-
-    Args:
-        samples: the tokens of a micro-batch.
-        longest: the longest sample of the whole batch, to which verl pads a batch with padding.
-    """
+def expected_tokens(case: Case, samples: list[list[int]]) -> Tensor:
+    """The token of each position as this rank's routers get the tokens of a micro-batch, by hand; 0 on padding."""
     tp, cp = case.layout.tp_size, case.layout.cp_size
     multiple = tp * cp * (2 if cp > 1 else 1)
+    # verl pads to the longest sample of the whole batch, of the micro-batch until August 2026.
+    longest = max(LENGTHS if FORCES_LENGTH else map(len, samples))
     local = []
     for sample in samples:
         length = longest if case.padded else len(sample)
@@ -111,7 +118,7 @@ def step(engine: Any, data: Any, *, forward_only: bool = False) -> dict[str, Any
     }
 
 
-def judge(case: Case, engine: Any, done: dict[str, Any], routes: dict[int, Tensor], longest: int) -> Counter[str]:
+def judge(case: Case, engine: Any, done: dict[str, Any], routes: dict[int, Tensor]) -> Counter[str]:
     """Registration every decision that left a router against the routes its token must have.
 
     Returns:
@@ -119,7 +126,7 @@ def judge(case: Case, engine: Any, done: dict[str, Any], routes: dict[int, Tenso
     """
     positions: dict[int, list[Tensor]] = {chunk: [] for chunk in range(len(engine.module))}
     for chunk, samples in done["microbatches"]:
-        positions[chunk].append(expected_tokens(case, samples, longest))
+        positions[chunk].append(expected_tokens(case, samples))
     counts: Counter[str] = Counter()
     for tokens, inside in zip(positions[0] if done["inputs"] else [], done["inputs"], strict=True):
         # Before sequence parallelism; this rank's part of it must be what we expect.
@@ -204,13 +211,13 @@ def r3(case: Case) -> tuple[Counter[str], dict[str, Any]]:
     assert differences(done, step(stock, plain)), "the oracle would have been met without a replay"
     with forced(stock, done["seen"]["forward"]):
         assert differences(done, step(stock, plain)) == []
-    return judge(case, engine, done, batch.routes, max(LENGTHS)), done["output"].get("metrics", {})
+    return judge(case, engine, done, batch.routes), done["output"].get("metrics", {})
 
 
 def r2(case: Case) -> tuple[Counter[str], Counter[str]]:
     """Record verl's forward for old log-probs, train on other micro-batches with other router weights; then the oracle."""
     engine = case.engine(OurEngine, "R2")
-    batch, longest = make_batch(parallel_state.get_data_parallel_rank()), max(LENGTHS)
+    batch = make_batch(parallel_state.get_data_parallel_rank())
     del batch.padded["routed_experts"]
     # One sample a micro-batch; training regroups them.
     one_each = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1}
@@ -227,14 +234,14 @@ def r2(case: Case) -> tuple[Counter[str], Counter[str]]:
         for tokens, its_routes in zip(batch.tokens, recorded.unbind(), strict=True)
         for token, route in zip(tokens, its_routes, strict=True)
     }
-    recording = judge(case, engine, first, routes, longest)
+    recording = judge(case, engine, first, routes)
     change_routers(engine)
     data = as_verl(batch.padded, enable_routing_replay=True, **case.batching)
     data["routed_experts"] = recorded
     done = step(engine, data)
     assert left_over(engine.module) == []
     assert first["microbatches"] != done["microbatches"]
-    counts = judge(case, engine, done, routes, longest)
+    counts = judge(case, engine, done, routes)
     stock = case.engine(StockEngine, "disabled", recompute=False)
     change_routers(stock)
     with forced(stock, done["seen"]["forward"]):
@@ -274,6 +281,42 @@ def refused(
     return type(error.value).__name__, str(error.value)
 
 
+def asked(attack: str) -> None:
+    """Train on long samples whose routes are the model's own but for an attack, and ask its routers."""
+    engine, sizes = Case().engine(OurEngine, "R3"), Sizes(prompts=(100,) * 6, responses=(100,) * 6)
+
+    def rollout(tokens: list[Tensor]) -> list[Tensor]:
+        return ATTACKS.get(attack, list)([own_routes(engine.module, part)[:-1] for part in tokens])
+
+    with mock.patch.dict(plugin.options, min_agreement=0.25):
+        step(engine, as_verl(make_batch(0, sizes, rollout).padded, enable_routing_replay=True, **FIXED))
+
+
+def tracked() -> dict[str, float]:
+    """Train, and let verl's worker, trainer and tracker have the metrics; return those of the tracker's file."""
+    case = Case()
+    engine = case.engine(OurEngine, "R3")
+    data = as_verl(make_batch().padded, enable_routing_replay=True, mini_batch_size=len(LENGTHS), **case.batching)
+    with (
+        trainer_imports(str(Path(verl.__file__).parents[1]), ("verl",)),  # for what it imports and is not installed
+        TemporaryDirectory() as folder,
+        mock.patch.dict("os.environ", VERL_FILE_LOGGER_PATH=f"{folder}/metrics.jsonl"),
+    ):
+        from verl.utils.metric import reduce_metrics
+        from verl.utils.py_functional import rename_dict
+        from verl.utils.tracking import Tracking
+        from verl.workers.engine_workers import TrainingWorker
+
+        worker = object.__new__(TrainingWorker)
+        worker.engine, worker.device_name, worker.flops_counter = engine, "cpu", None
+        worker.profiler, engine.train_mode = SimpleNamespace(step=lambda: None), lambda **_: nullcontext()
+        more = {"global_token_num": None, "delta_time": 1.0, "forward_only": False, "images_seqlens": None}
+        worker.train_batch = lambda data: worker._postprocess_output(step(engine, data)["output"], **more)
+        metrics = rename_dict(tu.get(worker.train_mini_batch(data), "metrics"), "actor/")
+        Tracking("project", "experiment", default_backend=["file"]).log(data=reduce_metrics(metrics), step=1)
+        return json.loads(Path(folder, "metrics.jsonl").read_text())["data"]  # type: ignore[no-any-return]
+
+
 def partly_live(case: Case, damage: Any) -> tuple[Counter[str], dict[str, Any]]:
     """Train on a batch whose tokens that `damage` names have no routes; they are decided by the live router."""
     engine = case.engine(OurEngine, "R3")
@@ -281,7 +324,7 @@ def partly_live(case: Case, damage: Any) -> tuple[Counter[str], dict[str, Any]]:
     lost = damage(batch.padded, 0)
     routes = {token: route for token, route in batch.routes.items() if token not in lost}
     done = step(engine, as_verl(batch.padded, enable_routing_replay=True, **case.batching))
-    return judge(case, engine, done, routes, max(LENGTHS)), done["output"]["metrics"]
+    return judge(case, engine, done, routes), done["output"]["metrics"]
 
 
 def zeros_behind_the_last_generation(padded: dict[str, Tensor], rank: int) -> set[int]:
@@ -354,7 +397,6 @@ def chosen(mode: str, fields: dict[str, Any] | None = None, packer: Any = None, 
     Args:
         packer: in place of the installed verl's.
     """
-    from verl.models.mcore import util
     from verl.workers.engine import EngineRegistry
 
     config = engine_config(ParallelSizes(), mode=mode)
@@ -410,6 +452,7 @@ def agent_loop(modes: list[str], as_list: bool) -> list[tuple[Tensor, Tensor]]:
                 response_ids=[7, 70_000],
                 response_mask=[1, 1],
                 metrics={},
+                extra_fields={},
                 routed_experts=np.array(ROUTES, dtype=np.uint8),
             )
 

@@ -16,6 +16,8 @@ from megatron_router_replay.trainers.verl import _samples, _with_tokens
 from tests.functional.verl import cases
 from tests.functional.verl.batches import LENGTHS
 from tests.functional.verl.cases import FIXED, FULL, MOE, Case, r2, r3
+from tests.support.workers import WorkersError
+from tests.trainers.oracle import ATTACKS
 
 CASES = {
     "single": Case(),
@@ -38,6 +40,8 @@ CASES = {
     "tp2-cp2-full": Case(layout=ParallelSizes(tp_size=2, cp_size=2), config=FULL),
     "tp2-cp2-padded": Case(layout=ParallelSizes(tp_size=2, cp_size=2), padded=True),
 }
+if not cases.HAS_BUCKETS:
+    del CASES["single-bucket-moe"]
 TOKENS, SAMPLES = sum(LENGTHS), len(LENGTHS)
 
 
@@ -146,6 +150,22 @@ def test_routes_that_do_not_fit_raise_on_every_rank(workers_2):
 def test_what_cannot_be_exact_raises(mode, damage, flags, message, workers_1):
     ((_, text),) = workers_1.run(cases.refused, Case(), mode, damage, flags)
     assert message in text
+
+
+@pytest.mark.parametrize("attack", [None, *(each for each in ATTACKS if "none of them dense" not in each)])
+def test_routes_that_were_wrong_before_they_came_in_raise(attack, workers_1):
+    if attack is None:
+        workers_1.run(cases.asked, "")
+        return
+    with pytest.raises(WorkersError, match="MRR"):
+        workers_1.run(cases.asked, attack)
+
+
+def test_metrics_reach_verls_own_tracker(workers_1):
+    (metrics,) = workers_1.run(cases.tracked)
+    workers_1.close()  # its process has stand-ins
+    assert metrics["actor/router_replay/rows_replayed"] == TOKENS - SAMPLES
+    assert metrics["actor/router_replay/replayed_share"] == pytest.approx((TOKENS - SAMPLES) / TOKENS)
 
 
 def test_a_batch_that_is_marked_off_takes_verls_own_path(workers_1):
