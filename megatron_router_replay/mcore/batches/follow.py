@@ -77,7 +77,9 @@ class Follower:
         self._trace, self._has_warned = trace, False
 
     def find(self, module: nn.Module, inputs: ForwardInputs, trace: RoutingTrace, where: str) -> RowInputs:
-        """Return the rows of a forward on this rank, and its tokens unless this stage was given another layout.
+        """Return the rows of a forward on this rank.
+
+        They have its tokens, unless this stage was given another layout.
 
         Args:
             module: the innermost chunk.

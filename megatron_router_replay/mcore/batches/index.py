@@ -1,4 +1,4 @@
-"""Sort a trace's rows by keys of their prefixes, once a trace, so that the tokens of a forward find them.
+"""Sort a trace's rows by keys of their prefixes; the tokens of forwards find them.
 
 Routing is causal, so the tokens up to a position identify its row. The key of a prefix that begins at position a is
 
@@ -50,18 +50,18 @@ class PrefixSums:
         self._sums = hashes.cumsum_(0)
 
     def origin(self, begin: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sum before positions `begin`, and the factor that removes `begin` from keys."""
+        """Return the sum before `begin`, and the factor that removes it from keys."""
         # BASE ** (size - begin) * BASE ** -size is BASE ** -begin: one inverse for all begins.
         factor = pow(_BASE, -self._size, 1 << 64)
         factor -= (factor >> 63) << 64  # as int64
         return self._sums.take(begin), self._powers.take(self._size - 1 - begin).mul_(factor)
 
     def keys(self, origin: tuple[Tensor, Tensor], end: Tensor) -> Tensor:
-        """Return the keys of the tokens from an origin to positions `end`, with bit 0 clear."""
+        """Return the keys of the tokens from an origin to `end`, with bit 0 clear."""
         return (self._sums.take(end) - origin[0]).mul_(origin[1]).bitwise_and_(~_CONTINUES)
 
     def all_keys(self, starts: Tensor, lengths: Tensor) -> Tensor:
-        """Return the key of every prefix, [n], of samples that follow one another, with bit 0 set."""
+        """Return the key of every prefix, [n], of adjacent samples, with bit 0 set."""
         # Without output_size, repeat_interleave would synchronize a GPU to add up the lengths.
         base, factor = (
             torch.repeat_interleave(each, lengths, output_size=self._size - 2) for each in self.origin(starts)
@@ -132,13 +132,20 @@ class PrefixIndex:
         return sum(each.nbytes for each in vars(self).values() if isinstance(each, Tensor))
 
     def find(self, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the first entry at or after each key, a mask of known prefixes, and one of prefixes where a sample ends."""
+        """Find the first entry at or after each key.
+
+        Returns:
+            The entries, a mask of known prefixes, and a mask of prefixes where a sample ends.
+        """
         at = torch.searchsorted(self._keys, keys)
         there = self._keys.take(at)
         return at, (there & ~_CONTINUES) == keys, there == keys
 
     def read(self, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the row of entries, and a mask: the next entry has the same prefix and ends, or continues, as well."""
+        """Return the rows of entries, and a mask of those that are not the only one.
+
+        The next entry has the same prefix then, and both samples end there, or both continue.
+        """
         return self._rows.take(at).to(torch.int64), self._keys.take(at + 1) == self._keys.take(at)
 
     def rivals(self, row: int, count: int, *, is_whole: bool) -> list[int]:

@@ -1,4 +1,4 @@
-"""Read the segments and tokens of a forward out of the call of a model chunk, over all context-parallel ranks."""
+"""Read the segments and tokens of a forward out of the call of a model chunk."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class TokenReader:
     def read(
         self, inputs: ForwardInputs, group: dist.ProcessGroup | None, device: torch.device
     ) -> tuple[Segments, Tensor]:
-        """Return the Segments of a forward, and the tokens of all ranks in flat order, [total] int64."""
+        """Return the Segments of a forward, and the tokens of all ranks, [total] int64."""
         ids = inputs.input_ids
         assert ids is not None, "checked"
         # Packed sequences have bounds, so position_ids cut rows of a padded batch alone.

@@ -1,4 +1,4 @@
-"""Judge the segments that a session's forwards got: padding is one token, and equal samples have like routes."""
+"""Judge all segments of a session: padding is one token, equal samples are alike."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ differ in 3 % of a tiny model's decisions and about 10 % of a large one's. Unrel
 
 
 class SegmentJudge:
-    """The checks of all segments of a session: on the CPU at each forward, on a GPU when the session ends.
+    """The checks of all segments of a session.
+
+    They raise at each forward on the CPU, when the session ends on a GPU.
 
     Args:
         trace: of the session.
@@ -154,7 +156,7 @@ class SegmentJudge:
 
 
 class PaddingEvidence:
-    """The tokens that a session's forwards show as padding, where none is declared: each with its first place.
+    """The tokens that forwards show as padding, each with its first place.
 
     Attributes:
         strong: several in a row before or after samples: it is the padding token.

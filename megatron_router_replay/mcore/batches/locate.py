@@ -1,4 +1,4 @@
-"""Find the sample of each segment of a forward: the one with the longest known prefix.
+"""Find the sample of each segment of a forward, by its longest known prefix.
 
 It is tensor arithmetic on one device. It does not synchronize a GPU; on the CPU, it skips work that a batch does not need.
 """
@@ -134,7 +134,7 @@ class _Search:
         return PaddingRuns(self._tokens, self._padding)
 
     def all_begin_samples(self) -> bool:
-        """Return whether the first token of every segment is that of a sample; this synchronizes a GPU."""
+        """Return whether samples begin with the first token of every segment."""
         return bool(torch.isin(self._tokens.take(self._segments.begin + 1), self._index.first_tokens).all())
 
     def locate(self, starts: Tensor) -> Located:
@@ -192,9 +192,9 @@ class _Search:
         )
 
     def _find_tail(self, first: Tensor, origin: tuple[Tensor, Tensor], padding_from: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the flat position after known tokens, and the number of ends; of the shape of `first`.
+        """Return the flat position after known tokens, and the number of ends.
 
-        Ends are samples that end there, or before it where padding may begin.
+        Both have the shape of `first`. Ends are samples that end there, or before it where padding may begin.
         """
         index, stop, is_open = self._index, self._segments.stop, None
         tail, num_ends = first, torch.zeros_like(first)

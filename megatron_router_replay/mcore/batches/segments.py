@@ -1,4 +1,4 @@
-"""Cut a forward's positions into segments: rows of a padded batch, or packed sequences.
+"""Cut a forward's positions into segments: rows of a batch, or packed sequences.
 
 Context-parallel ranks share a forward. Flat positions count over all of them, segment after segment; each rank has some.
 """
@@ -23,7 +23,9 @@ Partition = Literal["zigzag", "contiguous"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segments:
-    """The segments of a forward, [S] int64 flat positions each; the last one is the rest of a packed row, or empty.
+    """The segments of a forward, [S] int64 flat positions each.
+
+    The last one is the rest of a packed row, or empty.
 
     Args:
         shape: [b, s] of one rank's input_ids.
@@ -98,7 +100,7 @@ class Segments:
         )
 
     def cut(self, position_ids: Tensor) -> Segments:
-        """Return the Segments of a padded batch with a new one wherever positions restart at 0.
+        """Return the Segments of a padded batch, cut wherever positions restart at 0.
 
         A 0 after a 0 begins no segment.
 
@@ -120,7 +122,9 @@ class Segments:
         return replace(self, begin=begin, end=end, start=begin, stop=end)
 
     def bound(self, padding_mask: Tensor) -> Segments:
-        """Return the Segments with known lengths: from first to last token outside of a mask.
+        """Return the Segments with the lengths that a padding mask gives.
+
+        A segment's tokens are those from the first to the last one outside of the mask.
 
         Args:
             padding_mask: [total] bool in flat order, True: padding.
@@ -155,11 +159,11 @@ class Segments:
 
 
 class PaddingRuns:
-    """Find the ranges that padding of unknown length may fill: declared tokens, or equal ones.
+    """Find the ranges that padding of unknown length may fill.
 
     Args:
         tokens: [1 + n + 1] integers: the tokens of positions 0 to n - 1, between two that are none.
-        declared: [k] integers; None: padding is one token.
+        declared: [k] integers, the tokens of padding; None: any one token.
     """
 
     def __init__(self, tokens: Tensor, declared: Tensor | None) -> None:

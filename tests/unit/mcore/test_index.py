@@ -122,11 +122,20 @@ def test_padding_that_continues_another_sample_is_disputed() -> None:
     assert shown(find(samples, [5, 6, 7, 0])) == {"disputed": 0}
     assert shown(find(samples, [5, 6, 7, 0, 0])) == {"disputed": 0, "weak": 0}
     assert shown(find(samples, [5, 6, 7, 0, 9])) == {}
+    located = find([A, [5, 6, 7, 0], [5, 6, 7, 0, 0]], [5, 6, 7, 0, 0])  # three samples end where padding may begin
+    assert (located.num_ends.tolist(), located.is_explained.tolist(), shown(located)) == ([3], [1], {"disputed": 0})
     assert rows_of(samples, [5, 6, 7, 0, 0], declared=[0])[0] == [[0, 1, 2, -1, -1]]
     assert rows_of(samples, [5, 6, 7, 0, 0], mask=[0, 0, 0, 1, 1])[0] == [[0, 1, 2, -1, -1]]
     assert rows_of(samples, [5, 6, 7, 0, 1], mask=[0, 0, 0, 0, 1])[0] == [[3, 4, 5, 6, -1]]
     located = find([A, [5, 6, 7, 0]], [5, 6, 7, 0], declared=[0])
     assert (located.num_ends.tolist(), located.is_explained.tolist()) == ([2], [0])
+
+
+def test_padding_on_both_sides_is_one_token_or_declared() -> None:
+    assert rows_of([A, B], [9, 9, 5, 6, 7, 9])[0] == [[-1, -1, 0, 1, 2, -1]]
+    located = find([A, B], [9, 9, 5, 6, 7, 0, 0])
+    assert (located.first.tolist(), located.last.tolist(), located.is_explained.tolist()) == ([9], [0], [0])
+    assert rows_of([A, B], [9, 9, 5, 6, 7, 0, 0], declared=[0, 9])[0] == [[-1, -1, 0, 1, 2, -1, -1]]
 
 
 def test_a_sample_that_begins_with_the_padding_token() -> None:
