@@ -304,7 +304,7 @@ Response = type(
         ({"error": {"message": "model overloaded", "code": 503}}, "answered with an error: .*'model overloaded'"),
         ({"object": "error", "message": "too long"}, "answered with an error: 'too long'"),
         ({"detail": [{"msg": "field required"}]}, "answered with an error: .*field required"),
-        (json.dumps([{"text": ""}]), "is the text .* parse JSON first"),
+        (json.dumps([{"text": ""}], indent=1), "is the text .* parse JSON first"),
         (json.dumps({"choices": []}).encode(), "is the bytes .* parse JSON first"),
         ('data: {"choices": []}', "is the text .* of a stream each chunk"),
         (b"Internal Server Error", "is the bytes b'Internal Server Error'"),
