@@ -175,8 +175,10 @@ def test_parts_of_two_layouts_compare_by_global_rows():
     assert mrr.diff_traces(one, other).same
     changed = other[1].topk_indices.clone()
     changed[400, 2] = torch.tensor([14, 15], dtype=torch.uint8)
-    diff = mrr.diff_traces(one, [other[0], other[1]._with(topk_indices=changed)])
-    assert str(diff.first_by_layer).startswith("layer 4, row 400\n")
+    diff = mrr.diff_traces(one, [other[0], other[1]._with(topk_indices=changed, sequence_lengths=(350, 250))])
+    assert str(diff.first_by_layer).startswith("layer 4, row 400 (sample 1, position 50)\n")
+    incomplete = mrr.diff_traces([stages[0], stages[1]._with(replay_mask=even)], whole)
+    assert (incomplete.rows_compared, incomplete.rows_only_b) == (300, 300)
     with pytest.raises(TraceError, match="part 0 and part 1 disagree on row 0"):
         mrr.diff_traces([whole, big_trace(seed=1)], whole)
 
