@@ -74,7 +74,7 @@ class Follower:
     ) -> None:
         self._reader = TokenReader(padding_token_ids=padding_token_ids, cp_partition_mode=cp_partition_mode)
         self._judge = SegmentJudge(trace, declares_padding=padding_token_ids is not None, check=check)
-        self._trace, self._has_warned = trace, False
+        self._trace, self._check, self._has_warned = trace, check, False
 
     def find(self, module: nn.Module, inputs: ForwardInputs, trace: RoutingTrace, where: str) -> RowInputs:
         """Return the rows of a forward on this rank.
@@ -127,6 +127,14 @@ class Follower:
             located = located._replace(start=torch.zeros_like(length), count=count)
             live = torch.minimum(live, length - count)
         rows, padding = located.rows(segments, live)
+        if segments.is_jump is not None:
+            # The positions of a sample follow one another, as its rows do.
+            is_inside = (rows[1:] > 0) & (rows[1:] == rows[:-1] + 1)
+            self._check(
+                (segments.is_jump[1:] & is_inside).any(),
+                f"MRR206: {where}: position_ids restart or jump between tokens of one sample, so they are of several "
+                "sequences: give the model packed_seq_params.",
+            )
         rivals = located.has_rivals.sum()
         return RowInputs(
             rows=segments.of_rank(rows, rank),

@@ -34,6 +34,8 @@ class Segments:
         is_bounded: bool, [S] or a scalar, True: the number of tokens is known; None: of no segment.
         searches_left: padding of unknown length may precede the tokens.
         flat: [cp_size, n] int64, the flat position of each position of each rank; None: one rank has all, in order.
+        is_jump: [total] bool, True: by its position id, a position does not follow the one before, and it begins no segment;
+            None: no position does so.
     """
 
     shape: tuple[int, int]
@@ -44,6 +46,7 @@ class Segments:
     is_bounded: Tensor | None = None
     searches_left: bool
     flat: Tensor | None
+    is_jump: Tensor | None = None
 
     @classmethod
     def of(
@@ -102,16 +105,19 @@ class Segments:
     def cut(self, position_ids: Tensor) -> Segments:
         """Return the Segments of a padded batch, cut wherever positions restart at 0.
 
-        A 0 after a 0 begins no segment.
+        A 0 after a 0 begins no segment: it may be padding.
 
         Args:
             position_ids: [total] integers in flat order.
         """
         total, by_row = position_ids.numel(), position_ids.view(self.shape[0], -1)
         restarts = pad((by_row[:, 1:] == 0) & (by_row[:, :-1] > 0), (1, 0)).flatten()
+        jumps = pad(by_row.diff(dim=1) != 1, (1, 0)).flatten() & ~restarts
+        is_jump: Tensor | None = jumps
         if restarts.device.type == "cpu":
+            is_jump = jumps if bool(jumps.any()) else None
             if not bool(restarts.any()):
-                return self
+                return replace(self, is_jump=is_jump)
             begin = torch.cat([self.begin, restarts.nonzero().squeeze(1)]).sort().values
         else:
             # Without a synchronization, the number of restarts is not known. Surplus segments are empty: they begin at
@@ -119,7 +125,7 @@ class Segments:
             at = torch.where(restarts, torch.arange(total, device=restarts.device), total)
             begin = torch.cat([self.begin, at]).sort().values[: self.begin.numel() + _MAX_RESTARTS]
         end = pad(begin[1:], (0, 1), value=total)
-        return replace(self, begin=begin, end=end, start=begin, stop=end)
+        return replace(self, begin=begin, end=end, start=begin, stop=end, is_jump=is_jump)
 
     def bound(self, padding_mask: Tensor) -> Segments:
         """Return the Segments with the lengths that a padding mask gives.

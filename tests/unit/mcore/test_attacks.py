@@ -234,6 +234,7 @@ LEGAL: dict[str, tuple[list[list[int]], list[list[int]], list[list[int]]]] = {
     "begins with it, padded on the left": ([[0, 5, 6]], [[0, 0, 0, 5, 6]], [[-1, -1, 0, 1, 2]]),
     "one token, two tokens, none": ([[4], [], [5, 6], []], [[5, 6, 0], [4, 0, 0]], [[1, 2, -1], [0, -1, -1]]),
     "padding alone": ([A], [[0, 0, 0, 0], A], [[-1] * 4, [0, 1, 2, 3]]),
+    "positions of padding": ([A, B], [[0, 0, *A], [0, 0, 0, *B]], [[-1, -1, 0, 1, 2, 3], [-1] * 3 + [4, 5, 6]]),
     "turns": ([A[:2], A], [[5, 6, 0, 0], A], [[0, 1, -1, -1], [2, 3, 4, 5]]),
 }
 
@@ -243,8 +244,10 @@ LEGAL: dict[str, tuple[list[list[int]], list[list[int]], list[list[int]]]] = {
 def test_what_is_legal_is_found(name: str, declared: bool) -> None:
     samples, tokens, rows = LEGAL[name]
     chunk, trace = Full(), trace_of(samples)
+    # As trainers number them that count the tokens before each position which are no padding.
+    positions = (ids(*tokens) != 0).cumsum(1).sub(1).clamp(min=0) if name == "positions of padding" else None
     with oracle(chunk) as calls, mrr.replay(chunk, trace, min_agreement=0, padding_token_ids=[0] if declared else None):
-        chunk(ids(*tokens), 0)
+        chunk(ids(*tokens), 0, positions)
     assert wrong(calls, trace, {0: rows}) == 0
 
 
@@ -333,6 +336,8 @@ RAISES: dict[str, tuple[Any, str]] = {
         call(A, position_ids=ids([0, 1, 0, 1])),
         r"MRR206: .*sequence 1: .*token 7",
     ),
+    "sequences of one token, packed": (call(A[:2], position_ids=ids([0, 0])), "MRR206: .*position_ids restart or jump"),
+    "a jump inside a sample": (call(A, position_ids=ids([0, 1, 5, 6])), "MRR206: .*position_ids restart or jump"),
     "bounds inside a sample": (call([*A, *B], packed_seq_params=packed(0, 2, 7)), "MRR206.*sequence 1.*token 7"),
     "a mask that is inverted": (
         call([*A, 0], [*B, 0, 0], padding_mask=mask([1, 1, 1, 1, 0], [1, 1, 1, 0, 0])),
