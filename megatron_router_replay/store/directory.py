@@ -85,7 +85,7 @@ class TraceStore:
         return self.root / f"step_{_number('step', step):09d}"
 
     def files(self) -> dict[int, dict[str, dict[int, Path]]]:
-        """Return step -> run -> rank -> path of all trace files; files and folders of other names are left out."""
+        """Return step -> run -> rank -> path of all trace files. Files of other names are left out."""
         files: dict[int, dict[str, dict[int, Path]]] = {}
         with naming(self.root, "list"):
             folders = [path for path in self.root.iterdir() if path.is_dir()] if self.root.is_dir() else []
@@ -106,7 +106,7 @@ class TraceStore:
         return sorted(self.files().get(_number("step", step), {}))
 
     def parts(self, step: int | None = None, *, run: str | None = None) -> dict[int, Path]:
-        """Return the files that the ranks of one run saved in a step, rank -> path, in order.
+        """Return rank -> path of the files that one run saved in a step, in order.
 
         Args:
             step: default: the only one.
@@ -134,7 +134,7 @@ class TraceStore:
     def load_step(
         self, step: int, *, allow_gaps: bool = False, run: str | None = None, device: torch.device | str = "cpu"
     ) -> RoutingTrace:
-        """Return a step's trace, joined by `merge_traces` from the parts of all ranks of one run.
+        """Return a step's trace, joined by `merge_traces` from the parts of one run.
 
         Args:
             allow_gaps: as for `merge_traces`.
