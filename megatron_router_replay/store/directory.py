@@ -106,7 +106,7 @@ class TraceStore:
         return sorted(self.files().get(_number("step", step), {}))
 
     def parts(self, step: int | None = None, *, run: str | None = None) -> dict[int, Path]:
-        """Return the files that the ranks of one run saved in a step, rank -> path, in order.
+        """Return rank -> path of the files that one run saved in a step, in order.
 
         Args:
             step: default: the only one.
