@@ -290,7 +290,7 @@ def test_a_freeze_logs_a_line_every_n_steps_with_the_counts_since_the_last(lines
     chunk.around = reentrant
     freeze = mrr.freeze_recompute(chunk, ask_every_layer=True)
     lines()
-    for number in range(5):
+    for number in range(6):
         loss = forward(chunk)
         if number == 3:  # the only step with a change between forward and recompute
             chunk.routers[1].weight.data = -chunk.routers[1].weight.data
