@@ -75,7 +75,6 @@ GROUPS = [
             "benchmarks/",
             "examples/effect/",
             "examples/walkthroughs/",
-            "examples/first_",
             "constraints-verl.txt",
             "constraints-vllm.txt",
         ),
