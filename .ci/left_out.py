@@ -28,7 +28,7 @@ class Group:
     """Slow tests or a step of .ci/run, the files of its own, and the files that it does not read.
 
     Without `unused`, the group is touched by files of its own alone: its tests repeat on real software of others, in every
-    landing too slow, what quick tests ask of stand-ins and of the oldest and the newest Megatron-Core.
+    landing too slow, the checks that quick tests make on stand-ins, the oldest and the newest Megatron-Core.
     """
 
     name: str
@@ -75,7 +75,6 @@ GROUPS = [
             "benchmarks/",
             "examples/effect/",
             "examples/walkthroughs/",
-            "examples/first_",
             "constraints-verl.txt",
             "constraints-vllm.txt",
         ),

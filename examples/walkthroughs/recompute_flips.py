@@ -4,18 +4,18 @@ Noise between forward and recompute stands for a kernel that is not deterministi
 recompute used becomes two traces; `diff_traces` names the layers that flip. `mrr.freeze_recompute`, one line before the
 training loop, ends it.
 
-    python examples/walkthroughs/recompute_flips.py             # layer 4's router is noisy: exit code 1
-    python examples/walkthroughs/recompute_flips.py --no-noise  # nothing to report: exit code 0
+    python -m examples.walkthroughs.recompute_flips             # layer 4's router is noisy: exit code 1
+    python -m examples.walkthroughs.recompute_flips --no-noise  # nothing to report: exit code 0
 """
 
 import sys
 from typing import Any
 
 import torch
-from tiny_run import NUM_TOKENS, build, routers_of, train_step
 from torch import Tensor
 
 import megatron_router_replay as mrr
+from examples.walkthroughs.tiny_run import NUM_TOKENS, build, routers_of, train_step
 from megatron_router_replay.testing import ParallelSizes, run_ranks
 
 PP2 = ParallelSizes(pp_size=2)

@@ -4,17 +4,17 @@ A bf16 model runs under TP2 x PP2 and under EP2. Both record; `diff_traces` matc
 where they part. Then EP2 replays what TP2 x PP2 chose: the routes are the same, and the loss difference that is left is
 arithmetic. The same replay in fp32 proves it: there next to nothing is left.
 
-    python examples/walkthroughs/two_layouts.py              # exit code 1: routing differs
-    python examples/walkthroughs/two_layouts.py --same       # TP2 x PP2 twice: nothing to report, exit code 0
+    python -m examples.walkthroughs.two_layouts              # exit code 1: routing differs
+    python -m examples.walkthroughs.two_layouts --same       # TP2 x PP2 twice: nothing to report, exit code 0
 """
 
 import sys
 from typing import Any
 
 import torch
-from tiny_run import NUM_TOKENS, build, train_step
 
 import megatron_router_replay as mrr
+from examples.walkthroughs.tiny_run import NUM_TOKENS, build, train_step
 from megatron_router_replay.testing import ParallelSizes, run_ranks
 
 TP2_PP2, EP2 = ParallelSizes(tp_size=2, pp_size=2), ParallelSizes(ep_size=2)

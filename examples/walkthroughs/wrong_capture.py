@@ -4,17 +4,17 @@ The right capture is recorded; each fault is planted in a copy: rows shifted by 
 layers swapped. `diff_traces` compares the copy with a recording of the trainer's own. Where there is none to compare
 with, as in RL training, the session asks the live router and raises.
 
-    python examples/walkthroughs/wrong_capture.py            # three faults, each named twice: exit code 1
-    python examples/walkthroughs/wrong_capture.py --right    # the right capture: nothing to report, exit code 0
+    python -m examples.walkthroughs.wrong_capture            # three faults, each named twice: exit code 1
+    python -m examples.walkthroughs.wrong_capture --right    # the right capture: nothing to report, exit code 0
 """
 
 import sys
 
 import torch
-from tiny_run import NUM_TOKENS, build, train_step
 from torch import Tensor
 
 import megatron_router_replay as mrr
+from examples.walkthroughs.tiny_run import NUM_TOKENS, build, train_step
 from megatron_router_replay.testing import ParallelSizes, run_ranks
 
 PP2 = ParallelSizes(pp_size=2)

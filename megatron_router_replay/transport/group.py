@@ -1,8 +1,8 @@
 """The processes of a transport: they meet in a store, and send tensors over a process group with time-outs.
 
 A process that fails writes its words into the store, if it is the first, and closes its connections. Its peers lose it, raise
-the first words and close theirs, and so on; who waits in the store looks for an error there. A process that is killed or
-stopped writes nothing: its peers lose it, or run out of time, and write that.
+the first words and close theirs, and so on; a process that waits in the store looks for an error there. A process that is
+killed or stopped writes nothing: its peers lose it, or run out of time, and write that.
 """
 
 from __future__ import annotations

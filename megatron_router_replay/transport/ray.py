@@ -67,7 +67,7 @@ class TraceRef:
                 raise TransportError(
                     f"MRR603: cannot get {rows} rows of routes: {type(error).__name__}: {text}"
                 ) from error
-        # Ray's memory is read-only, and so is the trace: the warning that torch gives for it says no more.
+        # Ray's memory is read-only, and so is the trace: torch's warning adds nothing.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writ")
             flat = torch.from_numpy(array)

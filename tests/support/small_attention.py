@@ -17,7 +17,7 @@ class SmallAttention(torch.nn.Module):
     """Causal dot-product attention, built and called by Megatron's SelfAttention like any core attention.
 
     Under context parallelism each packed sequence is split zigzag, as Megatron and Transformer Engine do; see
-    `row_positions`. Grouped-query attention is supported; masks are not looked at (padding lies behind all tokens), and
+    `row_positions`. Grouped-query attention is supported; masks are ignored (padding follows all tokens), and
     there are no biases, dropout or windows.
     """
 

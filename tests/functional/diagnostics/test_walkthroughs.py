@@ -3,11 +3,9 @@
 import importlib
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parents[3] / "examples" / "walkthroughs"
 pytestmark = pytest.mark.slow
 
 
@@ -16,9 +14,8 @@ def walk(monkeypatch, capsys):
     """Run a script's main(), in this process: its ranks come from the fork server that has imported Megatron-Core."""
 
     def run(script, *options, code):
-        monkeypatch.syspath_prepend(FOLDER)
         monkeypatch.setattr(sys, "argv", [script, *options])
-        assert importlib.import_module(script).main() == code
+        assert importlib.import_module(f"examples.walkthroughs.{script}").main() == code
         return capsys.readouterr().out
 
     return run
