@@ -110,7 +110,7 @@ class Follower:
         else:
             segments, tokens = self._reader.read(inputs, group, device)
         located = locate(index, tokens, segments, padding_token_ids=self._reader.padding_on(device))
-        live = self._judge.add(where, located)
+        live = self._judge.add(where, segments, located)
         # Read once: where the index is on the host, a second copy of the ids would wait again.
         own = None if is_raw else segments.of_rank(tokens, rank)
         if is_raw:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +14,7 @@ from megatron_router_replay.checks import Check
 from megatron_router_replay.errors import LayoutError
 from megatron_router_replay.mcore.batches.index import index_of
 from megatron_router_replay.mcore.batches.locate import Located
+from megatron_router_replay.mcore.batches.segments import Segments
 from megatron_router_replay.trace import RoutingTrace
 
 _WINDOW = 128
@@ -38,29 +42,34 @@ class SegmentJudge:
     def __init__(self, trace: RoutingTrace, *, declares_padding: bool, check: Check) -> None:
         self._trace, self._declares_padding, self._check = trace, declares_padding, check
         self._evidence = PaddingEvidence()
-        self._waiting: list[tuple[str, Located]] = []  # on a GPU
+        self._waiting: list[tuple[_Forward, Located]] = []  # on a GPU
         self._token: Tensor | None = None  # on a GPU, the padding token that was seen, [1], -1: none
         self._compared: set[tuple[int, int, int]] = set()
 
-    def add(self, where: str, located: Located) -> Tensor:
+    def add(self, where: str, segments: Segments, located: Located) -> Tensor:
         """Check the segments of a forward; return how many tokens of each are live, [S].
+
+        Args:
+            where: the rank, chunk and micro-batch, for messages.
+            segments, located: of the forward.
 
         Raises:
             LayoutError: tokens are of no sample; on the CPU.
         """
+        forward = _Forward(where, replace(segments, is_jump=None))
         if located.count.device.type == "cpu":
-            segments = located.segments()
-            if problem := self._unexplained(where, segments) or self._problem_of(where, segments):
+            found = located.segments()
+            if problem := self._unexplained(forward, found) or self._problem_of(forward, found):
                 raise LayoutError(problem)
             token = self._evidence.token
-            numbers = [each.extra if self._declares_padding else each.live(token) for each in segments]
+            numbers = [each.extra if self._declares_padding else each.live(token) for each in found]
             return torch.tensor(numbers, dtype=torch.int64)
         self._check(
             (located.is_explained == 0).any(),
             f"MRR206: {where}: a forward got tokens of no sample of the trace.",
-            partial(self._unexplained, where, located),
+            partial(self._unexplained, forward, located),
         )
-        self._waiting.append((where, located))
+        self._waiting.append((forward, located))
         # The GPU's form of `PaddingEvidence.token`. The greatest is used; if there are different ones, `problems` returns an
         # error.
         is_after = (located.padding > 1) & ((located.is_whole > 0) | (located.count == 0))
@@ -72,29 +81,31 @@ class SegmentJudge:
 
     def problems(self) -> list[str]:
         """Return the error texts that depend on all forwards; this synchronizes a GPU."""
-        found = [(where, located.segments()) for where, located in self._waiting]
+        found = [(forward, located.segments()) for forward, located in self._waiting]
         texts = [self._problem_of(*each) for each in found if not self._unexplained(*each)]
         return [each for each in [*dict.fromkeys(texts), self._evidence.problem(at_end=True)] if each]
 
-    def _problem_of(self, where: str, segments: list[Located]) -> str:
+    def _problem_of(self, forward: _Forward, found: list[Located]) -> str:
         """Return the error text of explained segments, "": none so far."""
-        for number, segment in enumerate(segments):
+        for number, segment in enumerate(found):
+            place = partial(forward.place, number, segment)
             if segment.has_rivals and (problem := self._unlike_rivals(segment)):
-                return f"MRR208: {where}, sequence {number}: {problem}"
+                return f"MRR208: {place()}: {problem}"
             if segment.other_starts and (segment.start or self._declares_padding):
-                return f"MRR206: {where}, sequence {number}: {self._undecided('before', segment)}"
+                return f"MRR206: {place()}: {self._undecided('before', segment)}"
             if not self._declares_padding:
-                self._evidence.add(segment, f"{where}, sequence {number}")
+                self._evidence.add(segment, place)
         return self._evidence.problem(at_end=False)
 
-    def _unexplained(self, where: str, found: Located | list[Located]) -> str:
+    def _unexplained(self, forward: _Forward, found: Located | list[Located]) -> str:
         """Return the error text of the first unexplained segment, "": none."""
-        segments = found.segments() if isinstance(found, Located) else found
-        numbers = [number for number, each in enumerate(segments) if not each.is_explained]
+        found = found.segments() if isinstance(found, Located) else found
+        numbers = [number for number, each in enumerate(found) if not each.is_explained]
         if not numbers:
             return ""
         more = f" ({len(numbers) - 1} more sequences of this forward cannot be followed either)" if numbers[1:] else ""
-        return f"MRR206: {where}, sequence {numbers[0]}: {self._describe(segments[numbers[0]])}{more}"
+        segment = found[numbers[0]]
+        return f"MRR206: {forward.place(numbers[0], segment)}: {self._describe(segment)}{more}"
 
     def _describe(self, segment: Located) -> str:
         count, sample = segment.count, self._name(segment.row) if segment.count else ""
@@ -155,6 +166,18 @@ class SegmentJudge:
         return ""
 
 
+class _Forward(NamedTuple):
+    """The rank, chunk and micro-batch of a forward, for messages, and its Segments."""
+
+    where: str
+    segments: Segments
+
+    def place(self, number: int, segment: Located) -> str:
+        """Return where the first token after the known ones of a segment is; this synchronizes a GPU."""
+        at = int(self.segments.start[number]) + segment.start + segment.count
+        return f"{self.where}, {self.segments.place(at)}, sequence {number}"
+
+
 class PaddingEvidence:
     """The tokens that forwards show as padding, each with its first place.
 
@@ -176,20 +199,23 @@ class PaddingEvidence:
         """Return the padding token that was seen first, -1: none."""
         return next(iter(self.strong), -1)
 
-    def add(self, segment: Located, where: str) -> None:
-        """Add an explained segment; `where` names its forward and its number there."""
-        where = f"{where}, position {segment.start + segment.count}"
+    def add(self, segment: Located, place: Callable[[], str]) -> None:
+        """Add an explained segment; `place` returns where its first token after the known ones is."""
+        shown: list[tuple[dict[int, str], int]] = []
         if segment.other_starts:
-            self.excluded.setdefault(segment.first, where)
+            shown.append((self.excluded, segment.first))
         if segment.num_ends > segment.is_whole:
-            self.disputed.setdefault(segment.last, where)
+            shown.append((self.disputed, segment.last))
         if segment.padding > 1 and (segment.is_whole or not segment.count):
-            self.strong.setdefault(segment.last, where)
+            shown.append((self.strong, segment.last))
         # A single token after a whole sample may have been appended to it, so it is no evidence.
         elif segment.padding and not (segment.is_whole and segment.padding == 1 and not segment.extra):
-            self.weak.setdefault(segment.last, where)
+            shown.append((self.weak, segment.last))
         if segment.start:
-            (self.strong if segment.start > 1 else self.weak).setdefault(segment.first, where)
+            shown.append((self.strong if segment.start > 1 else self.weak, segment.first))
+        for tokens, token in shown:
+            if token not in tokens:  # a place costs more than the check
+                tokens[token] = place()
 
     def problem(self, *, at_end: bool) -> str:
         """Return the error text if padding is not one token, "": it is."""

@@ -149,6 +149,15 @@ class Segments:
         """Return the number of flat positions."""
         return self.shape[0] * self.shape[1] if self.flat is None else self.flat.numel()
 
+    def place(self, position: int) -> str:
+        """Return where a flat position is, as input_ids[b, s] of a rank; this synchronizes a GPU."""
+        at, of_rank = min(position, self.total - 1), ""  # past the end: the last one
+        if self.flat is not None:
+            rank, at = divmod(int((self.flat.view(-1) == at).nonzero()), self.flat.shape[1])
+            of_rank = f" of context-parallel rank {rank}"
+        row, column = divmod(at, self.shape[1])
+        return f"input_ids[{row}, {column}]{of_rank}"
+
     def numbers(self) -> Tensor:
         """Return the segment of each flat position, [total] int64."""
         return torch.repeat_interleave(self.end - self.begin, output_size=self.total)

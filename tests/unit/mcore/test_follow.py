@@ -127,8 +127,13 @@ def test_packed_sequences(tokens: list[int], parameters: Any, rows: list[list[in
             {"padding_token_ids": [0]},
             r"sample 0, which has token 8 at position 3, but it has token 3",
         ),
-        ([A, B], [[5, 3, 7, 8]], {}, r"sequence 0: its first 1 tokens are those of sample 0.* position 1.* token 3"),
-        ([A, B], [A, [6, 7, 8, 0]], {}, r"sequence 1: no sample of the trace begins with token 6"),
+        (
+            [A, B],
+            [[5, 3, 7, 8]],
+            {},
+            r"micro-batch 0, input_ids\[0, 1\], sequence 0: its first 1 tokens are those of sample 0.* position 1.* token 3",
+        ),
+        ([A, B], [A, [6, 7, 8, 0]], {}, r"input_ids\[1, 0\], sequence 1: no sample of the trace begins with token 6"),
         ([A, B], [[*A, 1, 2, 3]], {}, r"all 4 tokens of sample 0, and from position 4 on \(token 1\)"),
         ([A, B], [[*A, 0, 0], [*B, 1, 1, 1]], {}, "MRR207: .* no padding"),
         ([A, B], [[*A, 1, 1]], {"padding_token_ids": [0]}, "MRR206"),
@@ -177,7 +182,10 @@ def test_equal_samples_use_the_first_and_are_counted() -> None:
     like = trace_of([A, A], routes=routes)
     count, report = wrong(Chunk(), like, [[0, 1, 2, 3], [0, 1, 2, 3]], forward(A, A))
     assert (count, report.segments_ambiguous) == (0, 2)
-    message = r"MRR208: .*micro-batch 0, sequence 0: sample 0 and sample 1 .* different routes \(8 of 9 decisions"
+    message = (
+        r"MRR208: .*micro-batch 0, input_ids\[0, 3\], sequence 0: sample 0 and sample 1 .* different routes "
+        r"\(8 of 9 decisions"
+    )
     with pytest.raises(LayoutError, match=message):
         wrong(Chunk(), trace, [], forward(A))
     versions = [1] * 4 + [2] * 4

@@ -116,7 +116,7 @@ def test_a_trace_beyond_the_budget_waits_once_a_micro_batch_and_says_so_once(gpu
 
 def test_tokens_of_no_sample_raise_when_the_session_is_left(gpu_worker: GlooWorkers) -> None:
     (found,) = gpu_worker.run(replayed, "padded", follow.DEVICE_BYTES, True)
-    assert r"micro-batch 0, sequence 0: its first 2 tokens are those of sample 0" in found["error"]
+    assert r"micro-batch 0, input_ids[0, 2], sequence 0: its first 2 tokens are those of sample 0" in found["error"]
     assert r"token 7 at position 2, but it has token 3 there" in found["error"]
 
 

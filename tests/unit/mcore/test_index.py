@@ -49,7 +49,7 @@ def shown(located: Located, at: int = 0) -> dict[str, int]:
     if segment.other_starts and segment.start:
         return {"doubt": "before"}  # type: ignore[dict-item]
     evidence = PaddingEvidence()
-    evidence.add(segment, "here")
+    evidence.add(segment, lambda: "here")
     return {name: next(iter(tokens)) for name, tokens in vars(evidence).items() if tokens}
 
 
