@@ -1,13 +1,13 @@
-"""Replay in a trainer that stays unedited: samples come in once, and each of its schedules that replays runs in a session.
+"""Replay in an unedited trainer, by hooks.
 
     install("slime", replays, {})              in each process that trains
     active().enter(chunks, samples)            by the hook on the trainer's function that has tokens and routes
 
-The hook that all trainers share is on Megatron-Core's `get_forward_backward_func`: a schedule runs inside `mrr.replay`
-where the trainer's own switch turns the pass into a replay. A forward's tokens address its rows, so neither how the trainer
-lays out its batch matters, nor its own code for routes.
+Samples enter once a rollout. The hook that all trainers share is on Megatron-Core's `get_forward_backward_func`: where the
+trainer's own switch turns a pass into a replay, its schedule runs inside `mrr.replay`. Rows are found by tokens, so the
+trainer's own layout of routes does not matter.
 
-Drivers import the trainers' modules too, so Megatron-Core is imported where a pass runs, and not with this module.
+A driver's process imports these modules too and may have no Megatron-Core, so functions import it, and not the module.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ Samples = Callable[[], tuple[Sequence[Any], Sequence[Any]]]
 
 
 class TrainerReplay:
-    """One trainer's replay in this process, from its installation to the end of the process.
+    """One trainer's replay in this process, until another one is installed.
 
     Args:
         trainer: its name, for messages.
-        replays: returns whether the pass that begins now replays, from the trainer's own switch; None: the passes inside
-            `in_pass("replay")` do.
+        replays: reads the trainer's own switch and returns whether the pass that begins now replays; None: passes inside
+            `in_pass("replay")` replay.
         options: of `mrr.replay`.
 
     Attributes:
@@ -60,7 +60,8 @@ class TrainerReplay:
         self.kind = ""
         self.replays = replays or (lambda: self.kind == "replay")
         audit = os.environ.get("MRR_AUDIT", "")
-        self.audits, self._raises = audit != "", audit in ("", "raise")
+        self.audits = audit not in ("", "0")
+        self._raises = audit == "raise" or not self.audits  # without an audit, replay is exact or raises
         self.metrics: dict[str, float] = {}
         self.findings: list[Findings] = []
         self._trace: RoutingTrace | None = None
@@ -74,14 +75,14 @@ class TrainerReplay:
 
         Args:
             chunks: the model's chunks on this rank.
-            samples: returns tokens, [T] integers of each sample, and routes, [T or T - 1, layers, topk] integers of each, all
-                layers of the model or its MoE layers; a row of -1 has no route.
+            samples: returns (tokens, routes), one of each for a sample: [T] and [T or T - 1, layers, topk] integers, of all
+                layers or of the MoE layers; a row of -1 has no route. Called here, so that all ranks get its errors.
             last_token: "routed": a forward ran the last token too, as a recording has it; an engine does not run it.
 
         Raises:
             ReplayStateError: samples came in before, and no pass replayed them.
-            LayoutError, PayloadError, SeamError, TraceError: the routes do not fit the tokens or the model; on every rank.
-                An audit logs it, unless MRR_AUDIT=raise.
+            LayoutError, PayloadError, SeamError, TraceError: the routes do not fit the tokens or the model; a PayloadError on
+                ranks where they do. An audit logs these errors, unless MRR_AUDIT=raise.
         """
         error: Exception | None = None
         self._trace, trace = None, None
@@ -159,11 +160,11 @@ class TrainerReplay:
         _LOG.log(logging.WARNING if is_wrong else logging.INFO, "%s", message)
 
     def report(self, results: Sequence[Any], *, parts: int = 1) -> None:
-        """Add the newest pass's metrics to a trainer's own of each micro-batch.
+        """Add the newest pass's metrics to a trainer's own dicts of metrics.
 
         Args:
-            results: of the trainer's micro-batches; those that are no dict are left alone.
-            parts: the number of values that the trainer adds up, 1 if it takes a mean.
+            results: the trainer's metrics, of a step or of each micro-batch; those that are no dict are left alone.
+            parts: how many of the dicts the trainer adds up, so that each gets that part; 1: it takes a mean.
         """
         for each in results:
             if isinstance(each, dict):
@@ -195,7 +196,7 @@ def make_trace(chunks: Any, tokens: Sequence[Any], routes: Sequence[Any], last_t
 
 
 def error_of_all(error: Exception | None) -> Exception | None:
-    """Return this rank's error, or that of another rank in its words; a collective over all ranks of the job."""
+    """Return this rank's error, or that of another rank; a collective over all ranks."""
     if not dist.is_initialized():
         return error
     texts: list[str | None] = [None] * dist.get_world_size()
@@ -208,7 +209,7 @@ def error_of_all(error: Exception | None) -> Exception | None:
 
 @contextmanager
 def checked_not_driven(chunks: Sequence[nn.Module], trainer: str) -> Iterator[None]:
-    """Raise from a forward of these chunks if Megatron-Core's own RouterReplay drives a router of it."""
+    """Raise in a forward of a chunk one of whose routers is driven by a RouterReplay."""
 
     def check(chunk: nn.Module, args: Any) -> None:
         for module in chunk.modules():
@@ -216,7 +217,7 @@ def checked_not_driven(chunks: Sequence[nn.Module], trainer: str) -> Iterator[No
             if action is not None:
                 raise ReplayStateError(
                     f"MRR810: {trainer} drives its own replay ({action}) in a pass that was not taken for one that replays: "
-                    "its switch is not the one that is known."
+                    "its switch is not the known one."
                 )
 
     handles = [chunk.register_forward_pre_hook(check) for chunk in chunks]
@@ -282,9 +283,9 @@ def add_metrics(train_one_step: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def lay_out(original: Any, input_ids: Any, *args: Any, pre_process: bool = True, **kwargs: Any) -> Any:
-    """Lay a micro-batch of SkyRL or verl out on every pipeline stage of a marked pass.
+    """Give the tokens of a micro-batch of SkyRL or verl to every pipeline stage of a marked pass.
 
-    Later stages need tokens for nothing else: these say which rows the stage needs.
+    Their code lays tokens out only on the first stage (`pre_process`); here later stages find their rows by them.
     """
     is_marked = is_installed() and active().kind != ""
     return original(input_ids, *args, pre_process=pre_process or is_marked, **kwargs)

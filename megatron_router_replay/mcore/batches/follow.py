@@ -1,8 +1,9 @@
-"""Find the trace rows of a forward's tokens by the call of a model chunk.
+"""Find the trace rows of a forward by the inputs of its model chunk.
 
 once a trace          index_of, on_device      the sorted prefixes, and the copies on a GPU
 once a session        Follower                 the judgement of all its forwards
 once a micro-batch    Follower.find            the call's tokens -> segments -> samples -> rows
+                      number_tokens            of a recording: the call's tokens -> segments -> samples of their own
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from megatron_router_replay.trace import RoutingTrace
 _LOG = logging.getLogger(__name__)
 
 DEVICE_BYTES = 1 << 30
-"""The most that an index and one stage's routes may take on a GPU; a larger trace stays on the host."""
+"""The most that an index and the routes of one chunk may take on a GPU; above it, both stay on the host."""
 
 
 def on_device(trace: RoutingTrace, layer_numbers: Sequence[int], device: torch.device) -> RoutingTrace | None:
     """Return layers of a trace and its index on a GPU; None: above `DEVICE_BYTES`."""
     index, kept = index_of(trace), trace.select_layers(layer_numbers)
     row_bytes = kept.num_layers * kept.topk * kept.topk_indices.element_size()
-    # Twice the tokens: the index has them, and so has the trace.
+    # `index.nbytes` includes the tokens; the trace on the GPU has a second copy.
     if index.nbytes + index.token_ids.nbytes + row_bytes * trace.num_tokens > DEVICE_BYTES:
         return None
     # Kept with the trace: all sessions share the copies, and all chunks share the index.
@@ -79,7 +80,7 @@ class Follower:
     def find(self, module: nn.Module, inputs: ForwardInputs, trace: RoutingTrace, where: str) -> RowInputs:
         """Return the rows of a forward on this rank.
 
-        They have its tokens, unless this stage was given another layout.
+        RowInputs.token_ids is None on a later stage whose input_ids have another shape than its hidden states.
 
         Args:
             module: the innermost chunk.
@@ -94,7 +95,7 @@ class Follower:
         if ids is None:
             raise ReplayStateError(
                 f"MRR424: {where}: {type(module).__name__} got no input_ids, so its rows cannot be found. Pass input_ids to "
-                "every pipeline stage, open the session on the model that embeds them, or queue rows [b, s] with "
+                "every pipeline stage, open the session on the inner model that takes them, or queue rows [b, s] with "
                 "session.microbatch(rows, model) before the forward."
             )
         index = trace.derived.get("index") or index_of(self._trace)
@@ -111,7 +112,7 @@ class Follower:
             segments, tokens = self._reader.read(inputs, group, device)
         located = locate(index, tokens, segments, padding_token_ids=self._reader.padding_on(device))
         live = self._judge.add(where, segments, located)
-        # Read once: where the index is on the host, a second copy of the ids would wait again.
+        # From `tokens`: where the index is on the host, a second copy of input_ids would wait for the GPU again.
         own = None if is_raw else segments.of_rank(tokens, rank)
         if is_raw:
             assert shape is not None, "a later stage"
@@ -121,18 +122,19 @@ class Follower:
                     f"MRR201: {where}: this pipeline stage was given input_ids of {len(segments.begin) - 1} sequences and "
                     f"computes {len(layout.begin) - 1}: pass it the ids as the first stage gets them."
                 )
-            # Sequences keep their order, and begin without padding; they may be cut on the right.
+            # Both layouts have the same sequences in the same order; in this one they begin without padding, so `start` is 0,
+            # and may be cut on the right.
             segments, length = layout, layout.end - layout.begin
             count = torch.minimum(located.count, length)
             located = located._replace(start=torch.zeros_like(length), count=count)
             live = torch.minimum(live, length - count)
         rows, padding = located.rows(segments, live)
         if segments.is_jump is not None:
-            # The positions of a sample follow one another, as its rows do.
+            # Neighbouring rows are neighbours in one sample, so their position_ids must not jump.
             is_inside = (rows[1:] > 0) & (rows[1:] == rows[:-1] + 1)
             self._check(
                 (segments.is_jump[1:] & is_inside).any(),
-                f"MRR206: {where}: position_ids restart or jump between tokens of one sample, so they are of several "
+                f"MRR206: {where}: position_ids restart or jump within the tokens of one sample, so this row holds several "
                 "sequences: give the model packed_seq_params.",
             )
         rivals = located.has_rivals.sum()
@@ -152,8 +154,8 @@ class Follower:
         if index.type == "cpu" and ids.type != "cpu" and not self._has_warned:
             self._has_warned = True
             _LOG.warning(
-                "the trace is on the CPU and larger than %d MB, input_ids are on a GPU: the host waits for the GPU once in "
-                "every micro-batch",
+                "index and routes of the trace take more than %d MiB and stay on the CPU, so the host waits for the GPU once "
+                "in every micro-batch",
                 DEVICE_BYTES >> 20,
             )
 

@@ -1,7 +1,9 @@
-"""A call of `TopKRouter.routing`: the arguments of Megatron-Core, the experts, and the object that chose them.
+"""Choose the experts of one call of `TopKRouter.routing`.
 
-session        the hook on `TopKRouter.routing` passes a RoutingCall to Megatron-Core in place of `router.router_replay`
-RouterReplay   Megatron-Core calls its `get_replay_topk`, which returns what a new RoutingCall returns
+Megatron-Core asks an object for the experts by `get_replay_topk`:
+
+in a session      a RoutingCall, which the hook on `TopKRouter.routing` passes in place of `router.router_replay`
+without one       our subclass of its RouterReplay, if it has an action; it makes a RoutingCall and returns its result
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from megatron_router_replay.mcore.model.upstream import REPLAY_METHOD, TOPK_ORDE
 
 
 class ExpertSource(Protocol):
-    """Chooses the experts of a forward: for a session, or a RouterReplay with an action."""
+    """Choose the experts of a forward.
+
+    Every session has one; a RouterReplay with an action is one.
+    """
 
     def _experts(self, call: RoutingCall, request: TopKRequest) -> Tensor | None:
         """Return the experts that a call uses, [num_tokens, topk] integers; None: the router's own live top-k."""
@@ -32,19 +37,22 @@ class ExpertSource(Protocol):
 
 
 class RoutingSource(ExpertSource, Protocol):
-    """An ExpertSource that the hook registers for routers: of a session, or of a freeze, which lasts as long as its model."""
+    """Choose the experts for the routers of a session.
+
+    That of a freeze lasts as long as its model.
+    """
 
     kind: str
     _takes_microbatches: bool
 
     def begin(self, session: Any) -> None:
-        """Begin with a session that has registered it for its routers."""
+        """Put this source's own hooks on the model; the session has registered the source for its routers."""
 
     def end(self) -> None:
         """Take off all that `begin` put on the model."""
 
     def _session(self) -> Any:
-        """Return the session; None once no variable refers to it. A freeze then lasts until its model is freed."""
+        """Return the session; None once it was garbage-collected. A freeze stays in force then, until its model is freed."""
 
     def _routing_call(self, router: Any, shape: torch.Size, is_written: bool) -> RoutingCall | None:
         """Return a RoutingCall for tokens [s, b]; None to run Megatron-Core's own top-k, without bookkeeping.
@@ -60,8 +68,8 @@ class RouterCounts(Counts):
     Args:
         flips: also take the live top-k in recomputes, and count the tokens whose live experts differ from the replayed ones.
         verify: compare every routing map that a token dispatcher gets with the experts that were used.
-        verify_routing: compare the map that leaves `TopKRouter.routing`, where a layer has no dispatcher, or Megatron-Core
-            is newer than the tested versions.
+        verify_routing: compare the map that `TopKRouter.routing` returns instead: its layer has no dispatcher, or
+            Megatron-Core is newer than the tested versions.
         topk_again: the dispatcher takes a top-k of the probabilities; count the tokens for which it may find other experts.
         balance_off: its calls count in no expert bias and add no auxiliary loss.
     """
@@ -84,7 +92,7 @@ class RouterCounts(Counts):
 
 
 class TopKRequest(NamedTuple):
-    """Arguments of `get_replay_topk`, by which Megatron-Core requests the experts of a call; they live for that call.
+    """Hold the arguments of `get_replay_topk` for one call.
 
     Args:
         scores: [num_tokens, num_experts], logits or probabilities, with the expert bias where there is one.
@@ -101,15 +109,15 @@ class TopKRequest(NamedTuple):
 
     def live_topk(self) -> tuple[Tensor, Tensor]:
         """Return (scores, ids) of the router's own top-k, [num_tokens, topk]; without a gradient."""
-        # In the gradient mode of the forward: since Megatron-Core 0.18 the order of a top-k's columns depends on that mode.
+        # `detach`, not `no_grad`: since Megatron-Core 0.18 the gradient mode decides the order of a top-k's columns.
         scores, groups = self.scores.detach(), {"num_groups": self.num_groups, "group_topk": self.group_topk}
         values, indices = self.compute_topk(scores, self.topk, **groups)
         return values, indices
 
     def live_topk_of(self, rows: Tensor) -> Tensor:
-        """Return the experts that the router chooses for rows at these positions ([n] int64), [n, topk] int64."""
+        """Return the live experts of some rows, [n, topk] int64; rows: [n] int64."""
         scores = self.scores.detach().index_select(0, rows)
-        if self.group_topk:  # with groups, compute_topk works on all num_tokens rows alone
+        if self.group_topk:  # with groups, compute_topk accepts only all num_tokens rows
             chosen = group_limited_topk(scores, self.topk, *scores.shape, self.num_groups, self.group_topk)
         else:
             chosen = self.compute_topk(scores, self.topk)
@@ -127,9 +135,9 @@ class RoutingCall:
         dtype: of the indices that a tape keeps.
         source: chooses the experts of a forward; None: the call is a recompute.
         recompute_of: the entry that this call repeats; None: it is a forward.
-        microbatch: the current one; None: this router is never replayed, or the session takes none.
+        microbatch: the chunk's current one; None: the session takes none, or leaves this router live, as those of MTP.
         is_written: a tape is being written.
-        in_order: do not sort the columns: they have the order of a live top-k, or the one that the caller set.
+        in_order: the columns of `used` need no sort: a live top-k ordered them, or the driver of a RouterReplay did.
 
     Attributes:
         used: [num_tokens, topk] int64, the experts, once Megatron-Core has requested them.
@@ -155,19 +163,22 @@ class RoutingCall:
         group_topk: int | None = None,
         default_compute_topk: Any = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return (scores of the chosen experts [num_tokens, topk], their ids, int64); gradients flow to the scores.
+        """Return the scores and ids of the chosen experts, [num_tokens, topk] each.
+
+        With gradients enabled, they flow to the scores. Ids are int64.
 
         Raises:
             ReplayStateError: a second request, or the shape of the routes is not [num_tokens, topk].
         """
         if self.used is not None:
             raise ReplayStateError(
-                f"MRR414: {tape.layer_of(self.router)} requested its experts twice in one call; which tokens "
-                "each request has is unknown."
+                f"MRR414: {tape.layer_of(self.router)} requested its experts twice in one call: "
+                "replay cannot know which tokens each request is for."
             )
         request = TopKRequest(scores, topk, num_groups, group_topk, default_compute_topk)
         values: Tensor | None = None
-        # The forward takes a top-k, its recompute reads a tape: a selective checkpoint would match these unlike operations.
+        # A selective checkpoint pairs the operations of a recompute with those of its forward. Here they differ (a top-k,
+        # a read of a tape), so both are hidden.
         with tape.hidden_from_selective_checkpoint():
             if self.recompute_of is not None:
                 used = self.recompute_of.topk_indices.to(torch.int64)
@@ -179,8 +190,8 @@ class RoutingCall:
                 used = self.source._experts(self, request)
                 if used is None:
                     values, used = request.live_topk()
-            # Without this check, Megatron-Core would use routes of one row for all tokens. With fewer rows than tokens, the
-            # last tokens would get no experts.
+            # Megatron-Core checks no shape: it would broadcast a single row to all tokens, and with two rows and more, but
+            # fewer than tokens, the last tokens would get no experts.
             if used.shape != (len(scores), topk):
                 raise ReplayStateError(
                     f"MRR201: {tape.layer_of(self.router)} routes {len(scores)} tokens to {topk} experts each, its routes "
@@ -188,20 +199,21 @@ class RoutingCall:
                 )
             self.used = used.to(device=scores.device, dtype=torch.int64)
             if TOPK_ORDER_FOLLOWS_GRAD and torch.is_grad_enabled():
-                # Above two columns alone: a + b equals b + a exactly.
-                if topk > 2 and values is None and self._order_matters(request):
+                # With gradients, Megatron-Core adds probabilities up in the order of the columns, and a live top-k sorts
+                # them by score; without gradients nothing is added up. Two columns need no order: a + b == b + a exactly.
+                if topk > 2 and values is None and self._must_sort(request):
                     order = scores.detach().gather(1, self.used).argsort(dim=1, descending=True, stable=True)
                     self.used, self.kept = self.used.gather(1, order), None
                 self.in_order = True
             indices = self.used
             if not torch.is_grad_enabled():
-                # The gather is hidden, too: without gradients only the recompute of a live forward has one.
+                # Hidden as well: without gradients a live forward returns `values`, and only its recompute gathers.
                 return scores.gather(1, indices) if values is None else values, indices
         return scores.gather(1, indices), indices
 
-    def _order_matters(self, request: TopKRequest) -> bool:
-        """Return whether a sum over the columns depends on their order: a live top-k with gradients sorts them by score."""
-        if self.in_order or request.group_topk:  # a live top-k in groups is always sorted, and so are its recordings
+    def _must_sort(self, request: TopKRequest) -> bool:
+        """Return whether the columns must be sorted by score, as a live top-k with gradients does."""
+        if self.in_order or request.group_topk:  # a live top-k in groups is sorted in every mode, and so are recordings
             return False
         # With softmax before the top-k, nothing is normalized over the chosen experts.
         config = self.router.config
@@ -218,12 +230,13 @@ class RoutingCall:
         return Entry(self.router, self.kept, self.counter, self.in_order)
 
     def check_probabilities(self, probs: Tensor) -> None:
-        """Count the rows that gave a chosen expert the probability 0, without a device synchronization."""
+        """Count the rows in which a chosen expert has probability 0; no device synchronization."""
         assert self.used is not None, "Megatron-Core has requested the experts"
         with tape.hidden_from_selective_checkpoint(), torch.no_grad():
             self.counter.add(zero=(probs.gather(1, self.used) == 0).any(dim=1).sum())
 
 
+# The name that this Megatron-Core calls.
 setattr(RoutingCall, REPLAY_METHOD, RoutingCall.get_replay_topk)
 
 
@@ -233,11 +246,11 @@ class _Thread(threading.local):
 
 
 current = _Thread()
-"""Its `call` is that of the router that runs in this thread; None: Megatron-Core's own code runs."""
+"""`current.call` is the RoutingCall of the router that runs in this thread; None: none runs, or one without a source."""
 
 
 def count_wrong(counter: RouterCounts, used: Tensor, routing_map: Tensor) -> None:
-    """Count the rows of a routing map that differ from the experts used, without a device synchronization."""
+    """Count the rows of a routing map that differ from `used`; no device synchronization."""
     with tape.hidden_from_selective_checkpoint(), torch.no_grad():
         expected = torch.zeros_like(routing_map).scatter_(1, used, True)
         counter.add(wrong=(expected != routing_map).any(dim=1).sum(), verified=used.shape[0])

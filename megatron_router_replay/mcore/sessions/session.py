@@ -1,8 +1,8 @@
-"""A session: it registers for a model's routers at the start, releases them at the end, and then checks.
+"""Start a session on a model's routers, and end it with its checks.
 
 replay / record / freeze_recompute      find the routers, make the source of their experts, and start a session with it
 Session   microbatch, paused            queue the rows of a forward; run forwards live
-          close                         release the routers, check the counts, agree with the group
+          close                         check hooks and queues, release the routers, check counts, agree with the group
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Session:
         """Register for the routers; nothing is registered before.
 
         Raises:
-            ReplayStateError: a router has another session, or its own RouterReplay has an action; or this one was closed.
+            ReplayStateError: a router has another session, or a RouterReplay with an action; or this session is closed.
         """
         self._check_open()
         if self._source is None:
@@ -90,20 +90,19 @@ class Session:
         padding: Tensor | Any = None,
         **withdrawn: Any,
     ) -> None:
-        """Queue the rows of the next forward of a model chunk. Call it once before each forward of each chunk.
+        """Queue the rows of the next forward of a model chunk by hand.
 
-        Inside a checkpointed function its recompute calls this again: that queues nothing.
+        It is for models whose forward gets no input_ids, or packs them inside; others find their rows by themselves. Call it
+        once before each forward of each chunk. A call from the recompute of a checkpointed function queues nothing.
 
         Args:
-            rows: integers of the shape of this rank's input_ids, [b, s] ([1, total] when packed): the
-                trace row of each position, -1 where there is none. Split over context-parallel ranks like input_ids, not
-                split over sequence-parallel ranks. On the CPU, no host sync is needed. A tensor or a numpy array.
+            rows: integers of the shape of this rank's input_ids, [b, s] ([1, total] when packed), a tensor or a numpy array:
+                the trace row of each position, -1 where there is none; in a recording, each row's number. Split over
+                context-parallel ranks like input_ids, not over sequence-parallel ranks. Rows on the CPU need no host sync.
             model: the chunk, as the schedule passes it to the forward step; None: there is only one.
-            token_ids: the input_ids themselves, same shape; compared with the trace's token_ids now, and with the
-                input_ids that the model's forward gets. A recording stores them. Without them the forward's own
-                input_ids are compared and stored.
-            padding: bool, same shape, True: known to be padding. The live router decides it, and it is counted apart. Any
-                other position with row -1 is decided by the live router as well, and counted as live.
+            token_ids: the input_ids, same shape. A replay compares them with the trace now and with the forward's input_ids
+                later; a recording stores them. None: the forward's own input_ids.
+            padding: bool, same shape, True: counted as padding. False with row -1: counted as live. Both are routed live.
 
         Raises:
             LayoutError: rows, masks or tokens do not fit each other or the trace; the model is none of the session's chunks.
@@ -119,8 +118,8 @@ class Session:
 
         It is for an evaluation, or for a reference pass over other tokens.
 
-        Nothing of them is replayed, recorded or counted; a recompute still takes the experts of its forward. Without it,
-        tokens that are of no sample raise.
+        Nothing of them is replayed, recorded or counted; a recompute still takes the experts of its forward. Outside of the
+        block, tokens of no sample raise.
 
         Raises:
             ReplayStateError: the session is closed, or takes no micro-batches.
@@ -143,7 +142,7 @@ class Session:
 
     @property
     def _check(self) -> Check:
-        """The check of a tensor that raises with the session's own, for `trainers`."""
+        """Return the Check of tensors on a device, which raises at the end of the session; for `trainers`."""
         assert self._microbatches is not None, "it takes micro-batches"
         return self._microbatches.strategy.checks.check
 
@@ -162,24 +161,22 @@ class Session:
             counts += [microbatches.strategy.checks.failed, *(chunk.counts for chunk in microbatches.chunks)]
         Counts.read(counts)
         if microbatches is not None:
-            microbatches.strategy.read()  # after the counts, whose wait is mostly enough
+            microbatches.strategy.read()  # after the counts: their wait mostly covers this one
 
     def close(self, *, verify: bool = True) -> None:
-        """Release the routers, then verify. The end of a `with` block without an exception does so. A second call does
-        nothing.
+        """Check, and release the routers, as the end of a `with` block without an exception does.
 
-        Where torch.distributed is initialised, `record` and `replay` sessions exchange a few numbers here, over `group`:
-        every rank that has such a session must leave it. So all ranks of the group raise, or none. A rank that leaves its
-        block by an exception publishes that, and no rank waits for it.
+        A second call does nothing. Where torch.distributed is initialised, the ranks of the session's `group` exchange a few
+        numbers here, for `record` and `replay`: each of them must close its session. If one rank fails, all raise. A rank
+        that leaves its block by an exception publishes that, and no rank waits for it.
 
         Args:
-            verify: False: only release the routers, as a block does that is left by an exception. The ranks of the group
-                learn this.
+            verify: False: only release the routers and publish this to the group, as a block that is left by an exception.
 
         Raises:
-            ReplayStateError: on this rank or another one, a router forwarded more or less often than micro-batches were
-                queued, nothing ran, a hook was replaced, or a routing map had different experts; no token of the group was
-                replayed, or fewer than `min_replayed`; or another rank failed.
+            ReplayStateError: on this rank or another one, a router forwarded more or less often than its chunk,
+                nothing ran, a hook was replaced, or a routing map had different experts; no token of the group was replayed,
+                or a smaller share than `min_replayed`; or another rank failed.
             LayoutError: a check on the device failed.
         """
         if self._closed:
@@ -187,7 +184,7 @@ class Session:
         if not verify or self._source is None:
             self._abandon()
             return
-        # Of hooks, model and queues, while the routers are registered.
+        # These checks read hooks, model and queues, so the routers must still be registered.
         problems = self._routers.problems()
         if self._microbatches is not None:
             problems += self._microbatches.problems()
@@ -198,7 +195,7 @@ class Session:
         if self._microbatches is not None:
             failed, problems = self._microbatches.finish(problems)
         if (failed or problems) and self.kind == "replay":
-            # Its gradients are there already, and a step inside the block would have used them.
+            # The backward has run: an optimizer.step() inside the block has used these gradients.
             problems.append("A session is checked at the end of its block: call optimizer.step() after it.")
         if failed:
             raise LayoutError("\n  ".join([*failed, *problems]))
@@ -240,7 +237,7 @@ class Session:
 
 
 def open_session(make: Callable[[GroupCheck], S], group: dist.ProcessGroup | None) -> S:
-    """Make a session that takes micro-batches and start it; if it cannot be made, publish the failure to the group."""
+    """Make and start a session that takes micro-batches; publish a failure to the group."""
     group_check = GroupCheck(group)
     try:
         session = make(group_check)
@@ -254,7 +251,7 @@ def close_sessions(model_chunks: Models) -> int:
     """End every session on these chunks, without verification.
 
     Call it if a session was dropped without `close()` (a notebook cell run twice). Until then such a session decides for its
-    routers, and keeps the model alive.
+    routers, and its hooks keep the model alive.
 
     Args:
         model_chunks: the model or its chunks on this rank.
