@@ -79,12 +79,12 @@ def test_every_decision_is_the_rollouts(case, unedited, on_ranks):
     check_replayed(ranks, recomputes=bool(options))
 
 
-@pytest.mark.parametrize(("trainer", "name"), zip(TRAINERS.values(), ["slime", "miles", "NeMo-RL", "SkyRL"]))
+@pytest.mark.parametrize(("trainer", "name"), list(zip(TRAINERS.values(), ["slime", "miles", "NeMo-RL", "SkyRL"])))
 def test_a_trainers_own_start_installs_before_it_builds_the_model(trainer, name, unedited, workers_1):
     assert workers_1.run(trainer.start, unedited(trainer)) == [name]
 
 
-@pytest.mark.parametrize(("trainer", "group"), zip(TRAINERS.values(), ["train", "train", "train", "policy"]))
+@pytest.mark.parametrize(("trainer", "group"), list(zip(TRAINERS.values(), ["train", "train", "train", "policy"])))
 def test_metrics_reach_a_trainers_own_tracker(trainer, group, unedited, workers_1, tmp_path):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     workers_1.run(tracked, trainer.step, unedited(trainer), str(tmp_path))

@@ -104,7 +104,7 @@ def test_damaged_routes_stop_the_step_and_a_dead_worker_the_run_on_every_rank(tr
     pool_of(transport)
     ranks = workers_2.run(meddled_steps, sharing(tmp_path / "run", layout=PP2, transport=transport))
     for rank in ranks:
-        assert "layer_number 3" in rank["damaged"], rank["damaged"]
+        assert "layer 3 of topk_indices" in rank["damaged"], rank["damaged"]
         assert rank["trained"] == [True, False, True]
         assert WORKER_DIES[transport] in rank["died"], rank["died"]
         assert bool(rank["died"]) == (transport != "local")
