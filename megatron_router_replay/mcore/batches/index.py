@@ -1,11 +1,11 @@
-"""Sort a trace's rows by keys of their prefixes; the tokens of forwards find them.
+"""Find the row of a token in a trace by a key of the token's prefix.
 
-Routing is causal, so the tokens up to a position identify its row. The key of a prefix that begins at position a is
+Routing is causal, so the tokens up to a position identify its row. The key of tokens a to b - 1 is
 
-    sum of hash(token[i]) * BASE ** (i - a) for i >= a,         in 64 bits, wrapping,
+    sum of hash(token[i]) * BASE ** (i - a + 2) for a <= i < b,         in 64 bits, wrapping,
 
-so differences of one cumulative sum are the keys of all ranges. A key only finds a row: the session compares every token
-with the trace's, so a collision raises.
+so the key of any range is a difference of one cumulative sum, times BASE ** -a. A key only finds a row: the session compares
+every token with the trace's, so a collision raises.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PrefixSums:
     """Compute the keys of ranges of tokens from a cumulative sum of hashes.
 
     Args:
-        tokens: [1 + n + 1] integers: the tokens of positions 0 to n - 1, between two that are none.
+        tokens: [1 + n + 1] integers: the tokens of positions 0 to n - 1, with one filler before them and one after.
     """
 
     def __init__(self, tokens: Tensor) -> None:
@@ -46,22 +46,25 @@ class PrefixSums:
         hashes ^= hashes >> 32
         hashes *= -0x40A7B892E31B1A47
         hashes *= self._powers
-        # One token comes before position 0, so entry i is the sum before position i, and a constant.
+        # Entry i is the sum of all hashes before position i and of the filler, which differences cancel.
         self._sums = hashes.cumsum_(0)
 
     def origin(self, begin: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sum before `begin`, and the factor that removes it from keys."""
+        """Return the sum before `begin`, and BASE ** -begin."""
         # BASE ** (size - begin) * BASE ** -size is BASE ** -begin: one inverse for all begins.
         factor = pow(_BASE, -self._size, 1 << 64)
         factor -= (factor >> 63) << 64  # as int64
         return self._sums.take(begin), self._powers.take(self._size - 1 - begin).mul_(factor)
 
     def keys(self, origin: tuple[Tensor, Tensor], end: Tensor) -> Tensor:
-        """Return the keys of the tokens from an origin to `end`, with bit 0 clear."""
+        """Return the keys of the tokens from an origin up to, but without, `end`; bit 0 is clear."""
         return (self._sums.take(end) - origin[0]).mul_(origin[1]).bitwise_and_(~_CONTINUES)
 
     def all_keys(self, starts: Tensor, lengths: Tensor) -> Tensor:
-        """Return the key of every prefix, [n], of adjacent samples, with bit 0 set."""
+        """Return the key of every prefix of every sample, [n], with bit 0 set.
+
+        The samples fill all n positions.
+        """
         # Without output_size, repeat_interleave would synchronize a GPU to add up the lengths.
         base, factor = (
             torch.repeat_interleave(each, lengths, output_size=self._size - 2) for each in self.origin(starts)
@@ -72,18 +75,18 @@ class PrefixSums:
 class PrefixIndex:
     """The rows of a trace, sorted by the keys of their prefixes.
 
-    Of equal prefixes, those whose sample ends there come first, then the first of the trace. It has 12 bytes a row, 16 in
-    traces of 2 ** 31 rows or more.
+    Among equal prefixes, those where a sample ends come first; ties keep the order of the trace. Beside its tokens, it has
+    12 bytes a row, 16 in traces of 2 ** 31 rows or more.
 
     Args:
         token_ids: [num_rows] integers, none below 0.
         sequence_lengths: of the samples; their sum is num_rows.
 
     Attributes:
-        has_nested_samples: a sample begins with all tokens of a different one.
+        has_nested_samples: a sample begins with all tokens of a shorter one.
         first_tokens: [n] int64, the tokens that samples begin with, and -1.
-        start_runs: the numbers of equal tokens that samples begin with.
-        may_lose_a_run: without its first tokens, a sample may begin like a different one.
+        start_runs: how often samples repeat their first token at the start, each count once.
+        may_lose_a_run: if its first tokens were taken for padding, a sample might begin like a different one.
     """
 
     def __init__(self, token_ids: Tensor, sequence_lengths: Sequence[int]) -> None:
@@ -109,14 +112,14 @@ class PrefixIndex:
         self._rows[:-2] = order
         continued = keys[ends - 1] + _CONTINUES
         self.has_nested_samples = bool((self._keys[torch.searchsorted(self._keys, continued)] == continued).any())
-        # Padding on the left may be the token that a sample begins with: `locate` tries a start for each of these numbers.
+        # Padding on the left may be the token that a sample begins with: `locate` tries a start for each count of it.
         runs = PaddingRuns(tokens, None).leading(starts, ends)
-        runs = torch.where(runs == 0, lengths, runs)
+        runs = torch.where(runs == 0, lengths, runs)  # `leading` returns 0 for a sample of one repeated token
         first, second = token_ids[starts], starts + runs
         begins = set(zip(first.tolist(), runs.tolist()))
         self.start_runs = tuple(sorted({run for _, run in begins}))
         self.first_tokens = torch.tensor([-1, *{token for token, _ in begins}], device=device)
-        # [p, 5, 6] and [5, 6], or [p, p, 5] and [p, 5].
+        # Without all of the run, [p, 5, 6] is like [5, 6]; without a part of it, [p, p, 5] is like [p, 5].
         loses_all = torch.isin(token_ids[second[second < ends]], first).any()
         self.may_lose_a_run = bool(loses_all) or len(begins) > len(self.first_tokens) - 1
 
@@ -142,18 +145,18 @@ class PrefixIndex:
         return at, (there & ~_CONTINUES) == keys, there == keys
 
     def read(self, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows of entries, and a mask of those that are not the only one.
+        """Return the rows of entries, and a mask of those with a duplicate.
 
-        The next entry has the same prefix then, and both samples end there, or both continue.
+        The next entry is a duplicate if it has the same prefix, and both samples end there or both continue.
         """
         return self._rows.take(at).to(torch.int64), self._keys.take(at + 1) == self._keys.take(at)
 
     def rivals(self, row: int, count: int, *, is_whole: bool) -> list[int]:
-        """Return the first rows of all samples that begin with a prefix.
+        """Return the first row of each sample that begins with a prefix.
 
         Args:
-            row, count: the prefix, as rows of the trace.
-            is_whole: return only samples that end with this prefix.
+            row, count: the prefix is the tokens of `count` rows from `row` on.
+            is_whole: only samples that are exactly this prefix.
         """
         sums = PrefixSums(pad(self.token_ids[row : row + count], (1, 1)))
         begin, end = torch.tensor([[0], [count]], device=self.token_ids.device)

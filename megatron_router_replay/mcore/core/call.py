@@ -3,7 +3,7 @@
 Megatron-Core asks an object for the experts by `get_replay_topk`:
 
 in a session      a RoutingCall, which the hook on `TopKRouter.routing` passes in place of `router.router_replay`
-without one       our subclass of its RouterReplay, if it has an action; it makes a RoutingCall and returns its result
+without one       our subclass of its RouterReplay, if an action is set: it returns the result of a new RoutingCall
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ExpertSource(Protocol):
 class RoutingSource(ExpertSource, Protocol):
     """Choose the experts for the routers of a session.
 
-    That of a freeze lasts as long as its model.
+    The source of a `freeze_recompute` outlives its session object, and lasts as long as the model.
     """
 
     kind: str
@@ -66,12 +66,12 @@ class RouterCounts(Counts):
     """Counts of a router in a session; tapes keep them, so they outlive the session.
 
     Args:
-        flips: also take the live top-k in recomputes, and count the tokens whose live experts differ from the replayed ones.
+        flips: take the live top-k in recomputes as well, and count the tokens for which it differs from the replayed experts.
         verify: compare every routing map that a token dispatcher gets with the experts that were used.
-        verify_routing: compare the map that `TopKRouter.routing` returns instead: its layer has no dispatcher, or
+        verify_routing: instead, compare the map that `TopKRouter.routing` returns. Set if the layer has no dispatcher, or if
             Megatron-Core is newer than the tested versions.
         topk_again: the dispatcher takes a top-k of the probabilities; count the tokens for which it may find other experts.
-        balance_off: its calls count in no expert bias and add no auxiliary loss.
+        balance_off: calls of this router neither update the expert bias nor add an auxiliary loss.
     """
 
     __slots__ = ("balance_off", "counts_flips", "topk_again", "verify", "verify_entering", "verify_routing")
@@ -117,7 +117,7 @@ class TopKRequest(NamedTuple):
     def live_topk_of(self, rows: Tensor) -> Tensor:
         """Return the live experts of some rows, [n, topk] int64; rows: [n] int64."""
         scores = self.scores.detach().index_select(0, rows)
-        if self.group_topk:  # with groups, compute_topk accepts only all num_tokens rows
+        if self.group_topk:  # with groups, compute_topk needs all num_tokens rows, not some
             chosen = group_limited_topk(scores, self.topk, *scores.shape, self.num_groups, self.group_topk)
         else:
             chosen = self.compute_topk(scores, self.topk)
@@ -135,9 +135,9 @@ class RoutingCall:
         dtype: of the indices that a tape keeps.
         source: chooses the experts of a forward; None: the call is a recompute.
         recompute_of: the entry that this call repeats; None: it is a forward.
-        microbatch: the chunk's current one; None: the session takes none, or leaves this router live, as those of MTP.
+        microbatch: the chunk's current micro-batch; None: the session takes none, or leaves this router live (MTP).
         is_written: a tape is being written.
-        in_order: the columns of `used` need no sort: a live top-k ordered them, or the driver of a RouterReplay did.
+        in_order: the columns of `used` need no sort: a live top-k ordered them, or who set a RouterReplay's target.
 
     Attributes:
         used: [num_tokens, topk] int64, the experts, once Megatron-Core has requested them.
@@ -165,7 +165,7 @@ class RoutingCall:
     ) -> tuple[Tensor, Tensor]:
         """Return the scores and ids of the chosen experts, [num_tokens, topk] each.
 
-        With gradients enabled, they flow to the scores. Ids are int64.
+        If gradients are enabled, the returned scores carry them back to `scores`. Ids are int64.
 
         Raises:
             ReplayStateError: a second request, or the shape of the routes is not [num_tokens, topk].
@@ -190,30 +190,30 @@ class RoutingCall:
                 used = self.source._experts(self, request)
                 if used is None:
                     values, used = request.live_topk()
-            # Megatron-Core checks no shape: it would broadcast a single row to all tokens, and with two rows and more, but
-            # fewer than tokens, the last tokens would get no experts.
+            # Megatron-Core checks no shape. It would broadcast a single row to all tokens; with more rows, but fewer than the
+            # tokens, the last tokens would get no experts.
             if used.shape != (len(scores), topk):
                 raise ReplayStateError(
                     f"MRR201: {tape.layer_of(self.router)} routes {len(scores)} tokens to {topk} experts each, its routes "
-                    f"are {list(used.shape)}: give one row per token, in the router's order (s-major, this rank's tokens)."
+                    f"have shape {list(used.shape)}: give one row per token, in its order (s-major, this rank's tokens)."
                 )
             self.used = used.to(device=scores.device, dtype=torch.int64)
             if TOPK_ORDER_FOLLOWS_GRAD and torch.is_grad_enabled():
-                # With gradients, Megatron-Core adds probabilities up in the order of the columns, and a live top-k sorts
-                # them by score; without gradients nothing is added up. Two columns need no order: a + b == b + a exactly.
+                # Sums over the columns depend on their order. With gradients, a live top-k sorts them by score, so routes are
+                # sorted, too; without gradients it does not. Two columns need no order: a + b == b + a exactly.
                 if topk > 2 and values is None and self._must_sort(request):
                     order = scores.detach().gather(1, self.used).argsort(dim=1, descending=True, stable=True)
                     self.used, self.kept = self.used.gather(1, order), None
                 self.in_order = True
             indices = self.used
             if not torch.is_grad_enabled():
-                # Hidden as well: without gradients a live forward returns `values`, and only its recompute gathers.
+                # Hidden as well: a live forward without gradients returns `values`, and only its recompute gathers.
                 return scores.gather(1, indices) if values is None else values, indices
         return scores.gather(1, indices), indices
 
     def _must_sort(self, request: TopKRequest) -> bool:
         """Return whether the columns must be sorted by score, as a live top-k with gradients does."""
-        if self.in_order or request.group_topk:  # a live top-k in groups is sorted in every mode, and so are recordings
+        if self.in_order or request.group_topk:  # a top-k in groups is sorted in every mode, and recordings of one are
             return False
         # With softmax before the top-k, nothing is normalized over the chosen experts.
         config = self.router.config
@@ -236,7 +236,7 @@ class RoutingCall:
             self.counter.add(zero=(probs.gather(1, self.used) == 0).any(dim=1).sum())
 
 
-# The name that this Megatron-Core calls.
+# Versions of Megatron-Core have different names for this method: add that of the installed one.
 setattr(RoutingCall, REPLAY_METHOD, RoutingCall.get_replay_topk)
 
 
@@ -246,7 +246,7 @@ class _Thread(threading.local):
 
 
 current = _Thread()
-"""`current.call` is the RoutingCall of the router that runs in this thread; None: none runs, or one without a source."""
+"""`current.call` is the RoutingCall of the router that runs in this thread; None: no hooked router runs."""
 
 
 def count_wrong(counter: RouterCounts, used: Tensor, routing_map: Tensor) -> None:

@@ -5,7 +5,7 @@
 
 The order of forwards and backwards does not matter: one backward may cover several micro-batches, an autograd graph may run
 backward twice, and checkpoints may be nested. The module `checkpoints` opens the runs of Megatron-Core's and torch's
-checkpoints. A checkpoint of one's own opens its runs with `Tape`; without them its backward raises.
+checkpoints. A checkpoint function of the user's own must open its runs with `Tape`; otherwise its backward raises.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Entry:
         router: the TopKRouter; if its RouterReplay chose the experts, that RouterReplay instead.
         topk_indices: [num_tokens, topk], the experts that it used, in any integer dtype, a tensor or a
             `upload.KeptLayer`; None: neither a session nor an action of a RouterReplay applied.
-        counter: counts the recomputes of this router.
+        counter: the counts of this router.
         in_order: the columns have the order that a recompute uses; see `RoutingCall`.
     """
 
@@ -48,8 +48,8 @@ class Tape:
     with tape.recompute():    # in its backward
         outputs = function(*inputs)
 
-    A tape keeps at most one call of each router, and a second one raises. If a function calls a router several
-    times, make one tape for each call, because the calls may be recomputed in a different order.
+    A tape keeps at most one call of each router, and a second one raises: calls of one router may be recomputed in a
+    different order. If a function calls a router several times, give each of these calls a tape of its own.
     """
 
     __slots__ = ("__weakref__", "entries", "num_forwards")
@@ -146,16 +146,16 @@ open_runs: list[Run] = []
 """The open runs of all threads."""
 
 before_run: Callable[[], None] = lambda: None  # noqa: E731
-"""Checks that the hook on `TopKRouter` is installed; each run calls it as it begins."""
+"""Called as each run begins: once `hooks` is imported, it checks that the hook on `TopKRouter` is installed."""
 
 
 def checkpoint_state() -> tuple[Run | None, bool, bool]:
-    """Return whether this thread is in a recompute, and whether router calls are written.
+    """Return the recompute of this thread, whether it repeats calls, and whether it writes them.
 
     Returns:
-        (the innermost recompute; None if there is none, or if a backward runs inside it,
-        True in a recompute and in a backward, where a router call repeats one of a forward,
-        True where the innermost run is a forward run, which writes router calls).
+        The innermost recompute; None: there is none, or a backward runs inside it.
+        True: in a recompute or in a backward.
+        True: the innermost run is a forward run, which writes router calls.
     """
     # A number for every backward; -1: none runs in this thread.
     task, runs = torch._C._current_graph_task_id(), _thread.runs
@@ -172,7 +172,10 @@ def in_recompute() -> bool:
 
 
 def write(entry: Entry) -> None:
-    """Write a router call on the tapes of all open forward runs inside the innermost recompute, if there is one."""
+    """Write a router call on the tape of each open forward run.
+
+    In a recompute, only those that opened inside it.
+    """
     for run in reversed(_thread.runs):
         if run.reads:
             return
@@ -190,7 +193,7 @@ _NOTHING = nullcontext()
 
 def hidden_from_selective_checkpoint() -> AbstractContextManager[Any]:
     """Hide operations from selective checkpointing, which pairs those of forward and recompute."""
-    # Without an open run, an active dispatch mode is no checkpoint's and stays on: make_fx, for example, when it traces a
+    # Without an open run, an active dispatch mode belongs to no checkpoint and stays on, such as make_fx when it traces a
     # RouterReplay that records into a static buffer.
     if not (torch._C._len_torch_dispatch_stack() and _thread.runs):
         return _NOTHING
