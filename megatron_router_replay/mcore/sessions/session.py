@@ -164,11 +164,12 @@ class Session:
             microbatches.strategy.read()  # after the counts: their wait mostly covers this one
 
     def close(self, *, verify: bool = True) -> None:
-        """Check, and release the routers, as the end of a `with` block without an exception does.
+        """Check and release the routers.
 
-        A second call does nothing. Where torch.distributed is initialised, the ranks of the session's `group` exchange a few
-        numbers here, for `record` and `replay`: each of them must close its session. If one rank fails, all raise. A rank
-        that leaves its block by an exception publishes that, and no rank waits for it.
+        The end of a `with` block without an exception does so. A second call does nothing. Where torch.distributed is
+        initialised, the ranks of the session's `group` exchange a few numbers here, for `record` and `replay`: each of them
+        must close its session. If one rank fails, all raise. A rank that leaves its block by an exception publishes that,
+        and no rank waits for it.
 
         Args:
             verify: False: only release the routers and publish this to the group, as a block that is left by an exception.

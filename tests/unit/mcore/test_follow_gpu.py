@@ -111,7 +111,7 @@ def test_a_trace_beyond_the_budget_waits_once_a_micro_batch_and_says_so_once(gpu
     assert (found["error"], found["wrong"], found["rows"]) == ("", 0, (36, 18, 0))
     assert found["waits"][1:] == [1, 1]
     assert len(found["warnings"]) == 2  # once in each of two sessions
-    assert all("larger than" in each for each in found["warnings"])
+    assert all("stay on the CPU" in each for each in found["warnings"])
 
 
 def test_tokens_of_no_sample_raise_when_the_session_is_left(gpu_worker: GlooWorkers) -> None:
