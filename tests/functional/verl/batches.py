@@ -89,7 +89,8 @@ def make_batch(
         padded["prompts"][i, longest_prompt - prompt :] = of_sample[:prompt]
         padded["responses"][i, :response] = of_sample[prompt:]
         padded["response_mask"][i, :response] = 1
-        values = token_layers.add(its_routes, of_sample, sample=i)
+        # As the plug-in's hook in the agent loop does: all tokens of a response are trained.
+        values = token_layers.add(its_routes, of_sample, sample=i, at_least=len(of_sample) - 1)
         padded["routed_experts"][i, whole.start : whole.start + len(values)] = values
     padded["position_ids"] = (padded["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
     padded["old_log_probs"] = -torch.rand(padded["response_mask"].shape, generator=generator)
