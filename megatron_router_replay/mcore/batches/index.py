@@ -4,8 +4,8 @@ Routing is causal, so the tokens up to a position identify its row. The key of t
 
     sum of hash(token[i]) * BASE ** (i - a + 2) for a <= i < b,         in 64 bits, wrapping,
 
-so the key of any range is a difference of one cumulative sum, times BASE ** -a. A key only finds a row: the session compares
-every token with the trace's, so a collision raises.
+so the key of any range is the difference of two entries of a cumulative sum, times BASE ** -a. A key only finds a row: the
+session compares every token with the trace's, so a collision raises.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class PrefixIndex:
     Attributes:
         has_nested_samples: a sample begins with all tokens of a shorter one.
         first_tokens: [n] int64, the tokens that samples begin with, and -1.
-        start_runs: how often samples repeat their first token at the start, each count once.
+        start_runs: the distinct lengths of the runs of equal tokens that samples begin with, sorted.
         may_lose_a_run: if its first tokens were taken for padding, a sample might begin like a different one.
     """
 
@@ -112,7 +112,7 @@ class PrefixIndex:
         self._rows[:-2] = order
         continued = keys[ends - 1] + _CONTINUES
         self.has_nested_samples = bool((self._keys[torch.searchsorted(self._keys, continued)] == continued).any())
-        # Padding on the left may be the token that a sample begins with: `locate` tries a start for each count of it.
+        # Padding on the left may be the token that a sample begins with: `locate` tries a start for each of `start_runs`.
         runs = PaddingRuns(tokens, None).leading(starts, ends)
         runs = torch.where(runs == 0, lengths, runs)  # `leading` returns 0 for a sample of one repeated token
         first, second = token_ids[starts], starts + runs

@@ -199,8 +199,8 @@ class RoutingCall:
                 )
             self.used = used.to(device=scores.device, dtype=torch.int64)
             if TOPK_ORDER_FOLLOWS_GRAD and torch.is_grad_enabled():
-                # Sums over the columns depend on their order. With gradients, a live top-k sorts them by score, so routes are
-                # sorted, too; without gradients it does not. Two columns need no order: a + b == b + a exactly.
+                # Sums over the columns depend on their order. A live top-k sorts them by score if gradients are enabled;
+                # then routes are sorted, too. Two columns need no order: a + b == b + a exactly.
                 if topk > 2 and values is None and self._must_sort(request):
                     order = scores.detach().gather(1, self.used).argsort(dim=1, descending=True, stable=True)
                     self.used, self.kept = self.used.gather(1, order), None
@@ -213,9 +213,9 @@ class RoutingCall:
 
     def _must_sort(self, request: TopKRequest) -> bool:
         """Return whether the columns must be sorted by score, as a live top-k with gradients does."""
-        if self.in_order or request.group_topk:  # a top-k in groups is sorted in every mode, and recordings of one are
+        if self.in_order or request.group_topk:  # a group-limited top-k is sorted in every mode, and so are recordings
             return False
-        # With softmax before the top-k, nothing is normalized over the chosen experts.
+        # With softmax before the top-k, nothing is summed over the chosen experts, so their order does not matter.
         config = self.router.config
         return not (config.moe_router_score_function == "softmax" and config.moe_router_pre_softmax)
 
