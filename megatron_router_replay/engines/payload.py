@@ -192,7 +192,17 @@ def as_array(value: Any, *, source: Source) -> Array:
         raise source.error("MRR310: is a single number, expected an array.")
     if converted.dtype.kind not in "iu":
         raise source.error(f"MRR310: must hold integers, got {converted.dtype}.")
+    if is_list and _has_bools(value):  # numpy reads a bool among integers as 0 or 1
+        raise source.error("MRR310: must hold integers, got bool.")
     return converted
+
+
+def _has_bools(value: Any) -> bool:
+    """Return whether nested lists hold a bool."""
+    if not isinstance(value, (list, tuple)):
+        return False
+    types = set(map(type, value))  # many times faster than a loop over the innermost lists
+    return not types.isdisjoint((bool, np.bool_)) or (not types <= {int} and any(map(_has_bools, value)))
 
 
 def as_token_ids(value: Any, *, source: Source) -> Array:

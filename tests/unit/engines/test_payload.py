@@ -164,6 +164,8 @@ FROZEN.flags.writeable = False
         *(([[[value]]], "must hold integers, got object") for value in (2**64, 10**9000, None)),
         ([[[1.5, 0]]], "must hold integers, got float"),
         ([[[True]]], "must hold integers, got bool"),
+        ([[[True, 3]]], "must hold integers, got bool"),
+        ([[[2, 3]], [[2, np.False_]]], "must hold integers, got bool"),
         ([[["3", 0]]], "must hold integers, got <U"),
         *((value, "inhomogeneous") for value in ([[3], 4], [[1], [[2]]], [[[3], [1, 2]]], [[[1]], [[1], [2]]])),
         ([np.zeros((1, 2), int), np.zeros((2, 1), int)], "inhomogeneous"),
