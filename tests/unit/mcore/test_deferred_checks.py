@@ -55,9 +55,9 @@ def test_a_row_outside_the_trace_raises_at_the_end_and_names_nothing_else(sessio
 
 def test_several_checks_that_failed_are_all_named_with_what_does_not_add_up(session):
     session.microbatch(ROWS)
-    session._check(on_a_gpu(torch.tensor(True)), "the first")
-    session._check(on_a_gpu(torch.tensor(False)), "the second")
-    session._check(on_a_gpu(torch.tensor(True)), "the third")
+    checks(session).check(on_a_gpu(torch.tensor(True)), "the first")
+    checks(session).check(on_a_gpu(torch.tensor(False)), "the second")
+    checks(session).check(on_a_gpu(torch.tensor(True)), "the third")
     with pytest.raises(
         LayoutError, match=r"^the first\n  the third\n  rank 0, chunk 0, micro-batch 0, layer 1: routes"
     ):
@@ -65,8 +65,8 @@ def test_several_checks_that_failed_are_all_named_with_what_does_not_add_up(sess
 
 
 def test_a_failed_check_puts_its_rank_at_fault(session):
-    session._check(on_a_gpu(torch.tensor(True)), "the first")
-    check = SimpleNamespace(finish=lambda numbers, judge: GroupResult(problems=[str(numbers.at_fault)]))
+    checks(session).check(on_a_gpu(torch.tensor(True)), "the first")
+    check = SimpleNamespace(finish=lambda numbers: GroupResult(problems=[str(numbers.at_fault)]))
     session._microbatches.group_check = check
     with pytest.raises(LayoutError, match=r"^the first\n  True\n"):
         session.close()

@@ -34,7 +34,7 @@ class Threads:
 
         def one(rank):
             self._here.rank = rank
-            return gathering.gather_trace(parts[rank], None)
+            return gathering.gather_trace(parts[rank], None)[0]
 
         with ThreadPoolExecutor(self.num_ranks) as pool:
             return list(pool.map(one, range(self.num_ranks)))
