@@ -59,25 +59,17 @@ class RecordedRoutes(Strategy):
     Args:
         routers: of the session.
         chunks: those that take micro-batches.
-        padding_token_ids, cp_partition_mode: see `record`.
+        reader: of the forwards' tokens.
     """
 
     kind = "record"
 
-    def __init__(
-        self,
-        routers: SessionRouters,
-        chunks: list[Chunk],
-        *,
-        padding_token_ids: Sequence[int] | None,
-        cp_partition_mode: Partition | None,
-    ) -> None:
+    def __init__(self, routers: SessionRouters, chunks: list[Chunk], reader: TokenReader) -> None:
         super().__init__()
         self.numbers_itself = False  # by the tokens of the forwards, without rows by hand
-        self._routers, self._chunks = routers, chunks
+        self._routers, self._chunks, self._reader = routers, chunks, reader
         self._recorded: dict[int, list[_Recorded]] = {chunk.index: [] for chunk in chunks}
         self._highest: list[Tensor] = []  # row of each micro-batch that was queued by hand
-        self._reader = TokenReader(padding_token_ids=padding_token_ids, cp_partition_mode=cp_partition_mode)
         self._copied: dict[Any, torch.cuda.Event] = {}  # stream -> the event after which its copies are on the host
 
     # ---- rows of a forward
@@ -365,8 +357,8 @@ def record(
     def make(group_check: GroupCheck) -> RecordSession:
         routers = SessionRouters(model_chunks, verify=verify)
         chunks = make_chunks(routers, "rows, so which tokens it recorded is not known")
-        layout: Any = {"padding_token_ids": padding_token_ids, "cp_partition_mode": cp_partition_mode}
-        recorded = RecordedRoutes(routers, chunks, **layout)
+        reader = TokenReader(padding_token_ids=padding_token_ids, cp_partition_mode=cp_partition_mode)
+        recorded = RecordedRoutes(routers, chunks, reader)
         return RecordSession(routers, Microbatches(routers, chunks, recorded, group_check), recorded)
 
     return open_session(make, group)

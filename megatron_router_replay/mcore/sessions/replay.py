@@ -88,8 +88,12 @@ class TraceRoutes(Strategy):
         }
         self._follower: Follower | None = None
         if trace.token_ids is not None and trace.sequence_lengths is not None:
-            layout: Any = {"padding_token_ids": padding_token_ids, "cp_partition_mode": cp_partition_mode}
-            self._follower = Follower(trace, check=self.checks.check, **layout)
+            self._follower = Follower(
+                trace,
+                padding_token_ids=padding_token_ids,
+                cp_partition_mode=cp_partition_mode,
+                check=self.checks.check,
+            )
         self._has_warned = False  # that the host reads rows from a GPU
         replayed = [found.router for chunk in chunks for found in chunk.replayed_routers]
         if replayed and (min_agreement or ask_every_layer):
