@@ -61,7 +61,8 @@ def gather_trace(
         The recording, and the data-parallel ranks of all its samples.
 
     Raises:
-        TraceError: on every rank alike: the ranks are of different models, or two recorded one row differently.
+        TraceError: on every rank alike: the ranks are of different models, or two recorded one row differently. Or some
+            ranks queued rows by hand, and the samples of this one are not those of the whole batch.
     """
     known = trace.replay_mask if trace.token_ids is None else trace.replay_mask | (trace.token_ids != UNKNOWN)
     rows = known.nonzero()[:, 0]
@@ -97,7 +98,8 @@ def gather_trace(
                 dist.broadcast(message, src=rank, group=group)
                 memory[name] = message.cpu().view(values.dtype).view(values.shape)
             whole.add(rank, header, memory)
-    return whole.trace(lengths), replica
+    joined = whole.trace()
+    return (joined if lengths is None else joined.with_samples(lengths)), replica
 
 
 class _Whole:
@@ -140,8 +142,7 @@ class _Whole:
                 f"({int(differ.sum())} such rows). Were they recorded in the same step, with the same rows?"
             )
 
-    def trace(self, lengths: tuple[int, ...] | None) -> RoutingTrace:
-        """Return the recording, cut into samples of these lengths."""
+    def trace(self) -> RoutingTrace:
         # With no layers at all (stages without MoE layers alone), all() would be True.
         mask = self._seen.all(dim=1) & self._seen.any(dim=1)
         for start in range(0, len(mask), _FILLED_ROWS):
@@ -156,5 +157,4 @@ class _Whole:
             num_experts=self.num_experts,
             replay_mask=mask,
             token_ids=self._token_ids,
-            sequence_lengths=lengths,
         )

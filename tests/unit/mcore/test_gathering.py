@@ -97,6 +97,15 @@ def test_a_rank_sends_the_rows_that_it_routed_and_no_holes(monkeypatch):
         assert sent == rows * (4 + 1 + 4 * (part.token_ids is not None) + 4)
 
 
+def test_samples_of_one_rank_that_are_not_those_of_the_whole_raise(monkeypatch):
+    whole = parts_of(4, 64)[1]
+    short = whole.gather_rows(range(60)).with_samples([60])
+    with pytest.raises(TraceError, match=r"sequence_lengths .*60.*64"):
+        Threads(2).run(monkeypatch, [short, whole])
+    equal = whole.with_samples([40, 24])
+    assert [trace.sequence_lengths for trace in Threads(2).run(monkeypatch, [equal, whole])] == [(40, 24), None]
+
+
 def test_ranks_that_differ_raise_on_all_of_them(monkeypatch):
     parts = parts_of(8, 64)
     other = parts[4].topk_indices.roll(1, 2).clone()
