@@ -55,7 +55,7 @@ class RoutingSource(ExpertSource, Protocol):
         """Return the session; None once it was garbage-collected. A freeze stays in force then, until its model is freed."""
 
     def _routing_state(self, router: Any, shape: torch.Size) -> tuple[RouterCounts, Any]:
-        """Return the counts of a router, and the micro-batch of its tokens [s, b]; None: the router chooses by itself."""
+        """Return the counts of a router, and the micro-batch of its tokens [s, b]; None: the call is live."""
 
 
 class RouterCounts(Counts):

@@ -50,7 +50,7 @@ def gather_trace(
     """Return the recording of a batch by all ranks of a group, as `merge_traces(parts, allow_gaps=True)` joins it.
 
     A collective. Each rank sends its own rows to all, in turn, so a rank needs memory for the whole and for one message.
-    Samples of different replicas follow one another, and the parts of one replica have the same rows. If a rank of the group
+    Samples of different replicas follow one another, and the parts of a replica have the same rows. If a rank of the group
     queued rows by hand, all rows are the whole batch's.
 
     Args:
@@ -61,8 +61,8 @@ def gather_trace(
         The recording, and the data-parallel ranks of all its samples.
 
     Raises:
-        TraceError: on every rank alike: the ranks are of different models, or two recorded one row differently. Or some
-            ranks queued rows by hand, and the samples of this one are not those of the whole batch.
+        TraceError: on every rank alike: the ranks are of different models, or two recorded one row differently. Or
+            another rank queued rows by hand, and this rank's samples are not the whole batch.
     """
     known = trace.replay_mask if trace.token_ids is None else trace.replay_mask | (trace.token_ids != UNKNOWN)
     rows = known.nonzero()[:, 0]
