@@ -22,7 +22,7 @@ import numpy as np
 from megatron_router_replay.checks import as_integer, shown
 from megatron_router_replay.engines.options import DecodeOptions, WeightVersion
 from megatron_router_replay.engines.payload import Array, Source, as_token_ids
-from megatron_router_replay.engines.reader import MAX_COUNT, Kind, Reply, StatedCount, get_field, is_count
+from megatron_router_replay.engines.reader import Kind, Reply, StatedCount, get_field, is_count
 
 _NOUNS: dict[Kind, str] = {"prompt": "prompt tokens", "output": "output tokens", "all": "tokens"}
 
@@ -157,8 +157,7 @@ def _read_spans(value: Any, source: Source) -> list[WeightSpan]:
     spans: list[WeightSpan] = []
     for item in value:
         version, start, end = (get_field(item, name) for name in ("version", "start", "end"))
-        is_named = type(version) is str or (type(version) is int and abs(version) < MAX_COUNT)
-        if not (is_named and is_count(start) and is_count(end)):
+        if not ((type(version) is str or is_count(version)) and is_count(start) and is_count(end)):
             raise source.error(
                 "MRR313: weight_versions has a span without version, start or end, or with others than numbers."
             )
