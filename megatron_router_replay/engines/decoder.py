@@ -63,12 +63,8 @@ class Decoder(ReplyReader):
                 disagree with the tokens; there are several samples.
         """
         refuse_withdrawn(options)
-        info, replies = as_model_info(model), self.read(result)
-        if len(replies) != 1:
-            raise PayloadError(
-                f"MRR312: {self.title}: the response has {len(replies)} choices, decode reads one: use decode_batch."
-            )
-        return build_trace([self.sample(replies[0], DecodeOptions(**options), info)], model=info)
+        info, reply = as_model_info(model), self.read_one(result)
+        return build_trace([self.sample(reply, DecodeOptions(**options), info)], model=info)
 
     def decode_batch(
         self,
@@ -124,6 +120,15 @@ class Decoder(ReplyReader):
             own = {name: values[i] for name, values in given.items()}
             samples.append(self.sample(reply, DecodeOptions(**own, **options), info))
         return build_trace(samples, model=info)
+
+    def read_one(self, result: Any) -> Reply:
+        """Return the only generated sequence of a result; raise PayloadError if it has several choices."""
+        first, *others = self.read(result)
+        if others:
+            raise PayloadError(
+                f"MRR312: {self.title}: the response has {1 + len(others)} choices, expected one: decode_batch reads several."
+            )
+        return first
 
     def _read_all(self, results: Any) -> list[Reply]:
         if not isinstance(results, (list, tuple)):

@@ -155,7 +155,7 @@ def join_prefill_decode(
     """
     info = as_model_info(model)
     given = DecodeOptions(prompt_token_ids=prompt_token_ids, **options)
-    prefill, decode = (engine.read(reply)[0] for reply in (prefill_reply, decode_reply))
+    prefill, decode = map(engine.read_one, (prefill_reply, decode_reply))
     length, decode_length = (resolve_tokens(reply, given).num_prompt_tokens for reply in (prefill, decode))
     if length is None or length != decode_length:
         raise PayloadError(

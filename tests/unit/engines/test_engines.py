@@ -93,11 +93,8 @@ def test_vllm_0_21_columns_are_never_read_as_those_of_other_versions():
     padded = np.concatenate([ROWS[0], np.zeros((S - 1, 2, 2), int)], axis=1)
     for sent in (split(ROWS[0]), split(padded)):
         check(engines.vllm.decode(sent, model=DENSE))
-    named = {"axes": ("token", "layer", "expert"), "layer_numbers": (3, 4, 5, 1, 2)}
-    check(engines.array.decode(padded, model=DENSE, token_ids=IDS, **named))
-    alone = r"has 3 layers, expected 5.*MoE layers alone, engines\.array\.decode names them: layer_numbers=\[3, 4, 5\]"
-    for rows, message in ((padded, "column 0 is of a dense layer"), (ROWS[0], alone)):
-        refused(message, engines.vllm.decode, rows, model=DENSE, token_ids=IDS)
+    refused("column 0 is of a dense layer", engines.vllm.decode, padded, model=DENSE, token_ids=IDS)
+    refused("has 3 layers, expected 5", engines.vllm.decode, ROWS[0], model=DENSE, token_ids=IDS)
     refused("not filler", engines.vllm.decode, split(with_dense(ROWS[0], 5, [2, 3, 4])), model=DENSE)
     refused("rows begin at token 0, not at start=1", engines.vllm.decode, split(ROWS[0]), start=1)
     output = vllm_output(ROWS[0][P:, :2], PROMPT, OUTPUTS[0], prompt_array=ROWS[0][:P])

@@ -7,7 +7,16 @@ import torch
 from megatron_router_replay import RoutingTrace, engines
 from megatron_router_replay.engines import RoutingSegments
 from megatron_router_replay.errors import PayloadError, RouterReplayError
-from tests.unit.engines.engine_payloads import DATA, all_moe, config, read_json, routes, tokens, vllm_output
+from tests.unit.engines.engine_payloads import (
+    DATA,
+    all_moe,
+    config,
+    read_json,
+    routes,
+    tokens,
+    vllm_choice,
+    vllm_output,
+)
 
 MODEL = all_moe(3, 32, topk=4)
 
@@ -118,6 +127,13 @@ LOST = np.concatenate([ROWS[:30], np.zeros_like(ROWS[:1]), ROWS[31:]])
 def test_replies_of_different_requests_are_not_joined(first, second, message):
     with pytest.raises(PayloadError, match=message):
         join(first, second)
+
+
+def test_a_reply_of_several_choices_is_not_joined_as_its_first_one():
+    two = {"choices": [vllm_choice(ROWS.astype(np.uint8), PROMPT, OUTPUT, index) for index in (0, 1)]}
+    first = vllm_output(ROWS[:P], PROMPT, [7])
+    with pytest.raises(PayloadError, match="MRR312: .*has 2 choices"):
+        engines.join_prefill_decode(first, two, engine=engines.vllm, model=MODEL)
 
 
 def test_nothing_proves_that_replies_without_ids_are_of_one_request():
