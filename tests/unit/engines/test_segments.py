@@ -132,7 +132,7 @@ def test_replies_of_different_requests_are_not_joined(first, second, message):
 def test_a_reply_of_several_choices_is_not_joined_as_its_first_one():
     two = {"choices": [vllm_choice(ROWS.astype(np.uint8), PROMPT, OUTPUT, index) for index in (0, 1)]}
     first = vllm_output(ROWS[:P], PROMPT, [7])
-    with pytest.raises(PayloadError, match="MRR312: .*has 2 choices"):
+    with pytest.raises(PayloadError, match=r"MRR312: .*has 2 choices"):
         engines.join_prefill_decode(first, two, engine=engines.vllm, model=MODEL)
 
 
