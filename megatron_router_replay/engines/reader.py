@@ -267,8 +267,8 @@ def _choices(chunks: Sequence[Any], source: Source) -> list[list[Part]]:
     # The chunks of a response have one id, at the key None here; bare chunks have an id of their choice.
     requests: dict[int | None, str] = {}
     for chunk in chunks:
-        is_bare = _items(chunk) is _ABSENT
-        request = shown(Part(chunk).request, 80)
+        whole, is_bare = Part(chunk), _items(chunk) is _ABSENT
+        request = shown(whole.request, 80)
         for index, choice in _indexed(chunk, source, is_chunk=len(chunks) > 1):
             # The chunks of n choices arrive interleaved, each under the index of its choice.
             parts = streams.setdefault(index, [])
@@ -277,7 +277,7 @@ def _choices(chunks: Sequence[Any], source: Source) -> list[list[Part]]:
                     f"MRR311: index {index} comes again after its end: a chunk came twice, or these are several results, "
                     "which decode_batch takes as a list."
                 )
-            parts.append(Part(choice))
+            parts.append(whole if is_bare else Part(choice))
         if request != (first := requests.setdefault(index if is_bare else None, request)):
             raise source.error(
                 f"MRR311: its chunks are of several requests, {first} and {request}: decode_batch takes a list of streams."
