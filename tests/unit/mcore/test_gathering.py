@@ -22,7 +22,7 @@ class Threads:
         self.num_ranks, self.sent = num_ranks, [0] * num_ranks
         self._here, self._barrier, self._slot = threading.local(), threading.Barrier(num_ranks), {}
 
-    def run(self, monkeypatch, parts):
+    def run(self, monkeypatch, parts, replicas=None):
         stand_in = SimpleNamespace(
             get_world_size=lambda *_: self.num_ranks,
             get_rank=lambda *_: self._here.rank,
@@ -34,7 +34,7 @@ class Threads:
 
         def one(rank):
             self._here.rank = rank
-            return gathering.gather_trace(parts[rank], None)[0]
+            return gathering.gather_trace(parts[rank], None, replicas and replicas[rank])[0]
 
         with ThreadPoolExecutor(self.num_ranks) as pool:
             return list(pool.map(one, range(self.num_ranks)))
@@ -95,6 +95,23 @@ def test_a_rank_sends_the_rows_that_it_routed_and_no_holes(monkeypatch):
         rows = int((part.replay_mask if part.token_ids is None else part.replay_mask | (part.token_ids != -1)).sum())
         # Two layers of top-2, a mask byte, four bytes of a token id, and four of the row's number.
         assert sent == rows * (4 + 1 + 4 * (part.token_ids is not None) + 4)
+
+
+def test_samples_of_replicas_follow_one_another_in_the_order_of_replicas(monkeypatch):
+    """Two replicas of two ranks, each of which routed every second row; a rank of either has a stage without MoE layers."""
+    whole = torch.rand(6, 2, 16).topk(TOPK, dim=2).indices
+    replicas, parts = [(1,), (0,), (1,), (0,), (1,), (0,)], []
+    for rank, (replica,) in enumerate(replicas):
+        rows, lengths = (slice(4, 6), [2]) if replica else (slice(4), [3, 1])
+        routed = torch.arange(6)[rows] % 2 == rank // 2
+        ids = torch.where(routed, torch.arange(100, 106)[rows], -1)
+        options = {"replay_mask": routed, "token_ids": ids, "sequence_lengths": lengths}
+        parts.append(RoutingTrace(topk_indices=whole[rows], layer_numbers=(1, 2), num_experts=16, **options))
+    parts[4:] = [RoutingTrace(topk_indices=whole[:0, :0], layer_numbers=(), num_experts=16)] * 2
+    for trace in Threads(6).run(monkeypatch, parts, replicas):
+        assert torch.equal(trace.topk_indices.long(), whole)
+        assert trace.replay_mask.all()
+        assert (trace.sequence_lengths, trace.token_ids.tolist()) == ((3, 1, 2), [100, 101, 102, 103, 104, 105])
 
 
 def test_samples_of_one_rank_that_are_not_those_of_the_whole_raise(monkeypatch):
