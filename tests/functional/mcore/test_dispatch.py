@@ -26,8 +26,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["alltoall", "allgather"])
-@pytest.mark.parametrize("name", SETTINGS)
+KINDS = [("alltoall", name) for name in SETTINGS] + [("allgather", "full recompute"), ("allgather", "capacity")]
+
+
+@pytest.mark.parametrize(("kind", "name"), KINDS)
 def test_every_call_of_a_router_is_seen_in_its_dispatcher(name, kind, megatron):
     case = Case(config=SETTINGS[name] | {"moe_token_dispatcher_type": kind})
     _, chunks, microbatches = build(case)

@@ -36,14 +36,11 @@ from tests.functional.mcore.cases import (
 SINGLE = Case(config=FULL)
 
 
-@pytest.mark.parametrize("kind", ["freeze", "record", "replay", "replay of a stage's part"])
-def test_a_session_visits_each_module_once_where_it_opens_and_once_where_it_closes(kind, megatron, monkeypatch):
+def test_a_session_visits_each_module_once_where_it_opens_and_once_where_it_closes(megatron, monkeypatch):
     case = Case()
     _, (model,), _ = build(case)
     trace = random_trace(case)
-    if kind == "replay of a stage's part":  # the last layer is another stage's
-        del model.decoder.layers[-1]
-    start = {"freeze": mrr.freeze_recompute, "record": mrr.record}.get(kind, lambda model: mrr.replay(model, trace))
+    del model.decoder.layers[-1]  # the last layer is another stage's
     visits: list[Any] = []
     for name in ("named_modules", "named_children"):  # modules() and children() call these
 
@@ -53,7 +50,7 @@ def test_a_session_visits_each_module_once_where_it_opens_and_once_where_it_clos
 
         original = getattr(nn.Module, name)
         monkeypatch.setattr(nn.Module, name, functools.partialmethod(counted, original=original))
-    session = start(model)
+    session = mrr.replay(model, trace)
     opened = len(visits)
     visits.clear()
     problems = session._routers.problems()
@@ -123,14 +120,10 @@ def recorded(case: Case) -> tuple[list[Any], list[dict[str, Any]], Any, mrr.Rout
     return chunks, microbatches, live, recording.trace()
 
 
-LAYER = torch.arange(4).view(1, 4, 1)
 DAMAGED: dict[str, Callable[[Tensor], Tensor]] = {
     "": lambda routes: routes,
     "one late": lambda routes: routes.roll(1, 0),
-    "samples exchanged": lambda routes: torch.cat([routes[64:128], routes[:64], routes[128:]]),
     "layers swapped": lambda routes: routes[:, [0, 3, 2, 1]],
-    "ids permuted": lambda routes: torch.where(LAYER == 2, (routes + 3) % 8, routes),
-    "constant": lambda routes: torch.where(LAYER == 3, torch.tensor([0, 1]), routes),
 }
 
 
@@ -163,7 +156,7 @@ def test_rows_in_another_order_than_the_routers_raise(monkeypatch, megatron):
 
 
 def one_stage_permutes_its_ids() -> str:
-    case = Case(layout=ParallelSizes(pp_size=4), sequence_length=64)
+    case = Case(layout=ParallelSizes(pp_size=2), sequence_length=64)
     chunks, microbatches, _, trace = recorded(case)
     routes = (trace.topk_indices + 3 * (trace.layer_numbers == (3,))) % 8
     values = {"layer_numbers": trace.layer_numbers, "num_experts": 8, "replay_mask": trace.replay_mask}
@@ -174,10 +167,10 @@ def one_stage_permutes_its_ids() -> str:
     return str(error.value)
 
 
-def test_four_ranks_with_different_layers_raise_together(on_ranks):
-    first, *others = on_ranks(4, one_stage_permutes_its_ids)
+def test_ranks_with_different_layers_raise_together(on_ranks):
+    first, second = on_ranks(2, one_stage_permutes_its_ids)
     assert re.search(r"in 1 of 4 layers \(.*3: -?\d+%", first)
-    assert others == [first] * 3
+    assert first == second
 
 
 # ---- wrappers: the forward step is `output = model(**batch)`, replay on or off
@@ -196,21 +189,18 @@ def data_parallel(model: Any, config: Any) -> Any:
     return DistributedDataParallel(config, options, model)
 
 
-def compiled(model: Any, config: Any) -> Any:
+def compiled(model: Any) -> Any:
     torch._dynamo.reset()
     decoder = model.module.module.decoder  # traced for half a minute; `test_compile` has compiled layers
     decoder.forward = torch._dynamo.disable(decoder.forward)
     return torch.compile(model, backend="eager")
 
 
-@pytest.mark.parametrize("wrappers", [[bfloat16, data_parallel], [bfloat16, data_parallel, compiled]])
-def test_rows_are_found_through_any_wrapper(wrappers, megatron):
+def test_rows_are_found_through_any_wrapper(megatron):
     half = {"bf16": True, "params_dtype": torch.bfloat16}
     case = Case(config={"num_layers": 2, **FULL, **half}, num_microbatches=2)
     config, (inner,), microbatches = build(case)
-    model = inner
-    for wrap in wrappers:
-        model = wrap(model, config)
+    model = compiled(data_parallel(bfloat16(inner, config), config))
 
     def step() -> list[float]:
         losses = []
@@ -250,8 +240,7 @@ def noise_flips_nothing(case: Case) -> None:
 NOISY = {
     "two layers a checkpoint": Case(config=FULL | {"recompute_num_layers": 2}),
     "fused": Case(config=FULL, fused=True),
-    "pp2": Case(layout=ParallelSizes(pp_size=2), config=FULL),
-    "vpp2, fused": Case(layout=ParallelSizes(pp_size=2, vp_size=2), config=MOE, fused=True),
+    "vpp2": Case(layout=ParallelSizes(pp_size=2, vp_size=2), config=MOE),
     "tp2": Case(layout=ParallelSizes(tp_size=2), config=FULL),
 }
 

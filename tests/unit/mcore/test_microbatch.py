@@ -53,12 +53,6 @@ def test_each_position_gets_its_rows_routes_and_says_whether_it_is_live():
     assert (all_known.live_positions, counts(all_known)) == (None, (3, 0, 0)), "no live top-k is asked for"
 
 
-def test_an_empty_trace_serves_a_micro_batch_of_padding_alone():
-    rows = torch.full((1, 3), -1)
-    _, of_padding = queued(random_trace(0), rows, padding=rows < 0)
-    assert (of_padding.live_positions.tolist(), counts(of_padding)) == ([0, 1, 2], (3, 0, 3))
-
-
 @settings(max_examples=30)
 @given(st.lists(st.integers(-1, 9), min_size=2, max_size=12), st.lists(st.booleans(), min_size=10, max_size=10))
 def test_live_rows_as_a_mask_choose_what_positions_choose(rows, mask):

@@ -3,21 +3,16 @@
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
 from tests.unit.mcore.tiny_chunk import (
     HIDDEN,
     ROWS,
-    STARTS,
     VOCAB,
     Chunk,
     disturbed_backward,
-    flips,
     forward,
-    non_reentrant,
-    plain,
     random_trace,
     reentrant,
     tokens,
@@ -52,20 +47,14 @@ def refused(start, rows, message, error=LayoutError, **values):
 @pytest.mark.parametrize("direct", [False, True], ids=["called", "direct forward"])
 @pytest.mark.parametrize(
     "rows",
-    [ROWS.reshape(-1), ROWS.t(), ROWS.reshape(1, 8), ROWS.reshape(1, 8).t(), ROWS[:1], ROWS[:, :3]],
-    ids=["flat", "[s, b]", "[1, b*s]", "[b*s, 1]", "one sequence", "too short"],
+    [ROWS.reshape(-1), ROWS.t(), ROWS.reshape(1, 8), ROWS[:, :3]],
+    ids=["flat", "[s, b]", "[1, b*s]", "too short"],
 )
 def test_rows_of_another_shape_than_the_batch_are_refused(rows, direct):
     chunk = Chunk()
     with pytest.raises((LayoutError, ReplayStateError), match="shape"), mrr.replay(chunk, random_trace(8)) as session:
         session.microbatch(rows)
         (chunk.forward if direct else chunk)(IDS)
-
-
-def test_a_packed_row_may_be_flat():
-    trace = random_trace(8)
-    seen, _ = replayed(Chunk(), trace, torch.arange(8), tokens(1, 8))
-    assert wrong_replays(seen, trace, torch.arange(8).view(1, 8)) == 0
 
 
 @pytest.mark.parametrize("start", QUEUED.values(), ids=QUEUED)
@@ -192,9 +181,8 @@ def test_rows_that_are_named_twice_are_counted_and_warned_of(caplog):
 # ---- tokens: what was queued, what the trace knows, what the forward gets
 
 
-@pytest.mark.parametrize("by_name", [True, False])
 @pytest.mark.parametrize("position", range(8))
-def test_a_single_token_that_differs_is_found_and_an_unknown_one_is_not_compared(position, by_name):
+def test_a_single_token_that_differs_is_found_and_an_unknown_one_is_not_compared(position):
     ids = torch.where(ROWS == 4, 0, IDS)  # token 0 is a token as any other
     changed = torch.where(ROWS == position, (ids + 1) % VOCAB, ids).reshape(2, 4)
     ids = torch.where(ROWS == 3, -1, ids).reshape(-1)  # of a recording that did not see it
@@ -202,13 +190,13 @@ def test_a_single_token_that_differs_is_found_and_an_unknown_one_is_not_compared
     session = mrr.replay(chunk, random_trace(8, token_ids=ids))
     session.microbatch(rows)
     if position in (3, 6):
-        chunk(input_ids=changed) if by_name else chunk(changed)
+        chunk(changed)
         session.close()
         return
     with pytest.raises(
         LayoutError, match=rf"micro-batch 0 of chunk 0: input_ids\[{position // 4}, {position % 4}\] is"
     ):
-        chunk(input_ids=changed) if by_name else chunk(changed)
+        chunk(input_ids=changed)
     mrr.close_sessions(chunk)
 
 
@@ -265,26 +253,20 @@ class OfHiddenStates(Chunk):
 
 @pytest.mark.parametrize(
     "argument",
-    [
-        torch.zeros(3, 5),
-        torch.nested.nested_tensor([torch.arange(3), torch.arange(5)], layout=torch.jagged),
-        None,
-        "what a stage may be given",
-    ],
-    ids=["floats", "nested", "None", "text"],
+    [torch.zeros(3, 5), torch.nested.nested_tensor([torch.arange(3), torch.arange(5)], layout=torch.jagged), None],
+    ids=["floats", "nested", "None"],
 )
-@pytest.mark.parametrize("by_name", [True, False])
-def test_what_says_nothing_of_positions_is_not_compared(argument, by_name):
+def test_a_stage_without_tokens_compares_none_and_may_be_empty(argument):
     chunk, trace = OfHiddenStates(), random_trace(8, token_ids=IDS.reshape(-1))
-    with watched(chunk) as seen, mrr.replay(chunk, trace) as session:
-        session.microbatch(ROWS)
-        chunk(input_ids=argument) if by_name else chunk(argument)
-        session.microbatch(ROWS)
-        chunk()
-    assert (len(seen[0, 2]), wrong_replays(seen, trace, ROWS)) == (2, 0)
+    seen, _ = replayed(chunk, trace, ids=argument)
+    assert (len(seen[0, 2]), wrong_replays(seen, trace, ROWS)) == (1, 0)
+    chunk = Chunk()
+    chunk.pre_process = False  # embeds nothing, so it may get tokens of another kind
+    seen, _ = replayed(chunk, random_trace(8, token_ids=torch.arange(8)))
+    assert wrong_replays(seen, trace, ROWS) == 0
 
 
-@pytest.mark.parametrize("rows", [ROWS.view(1, 8), ROWS.view(4, 2), ROWS[:, :3]])
+@pytest.mark.parametrize("rows", [ROWS.view(1, 8), ROWS[:, :3]])
 def test_a_stage_without_tokens_refuses_rows_of_another_shape_in_its_first_router(rows):
     """Of as many rows in another order, the shape alone tells."""
     chunk = OfHiddenStates()
@@ -295,13 +277,6 @@ def test_a_stage_without_tokens_refuses_rows_of_another_shape_in_its_first_route
     ):
         chunk()
     mrr.close_sessions(chunk)
-
-
-def test_a_stage_that_embeds_nothing_may_get_tokens_of_another_kind():
-    chunk, trace = Chunk(), random_trace(8, token_ids=torch.arange(8))
-    chunk.pre_process = False
-    seen, _ = replayed(chunk, trace)  # not the trace's tokens
-    assert wrong_replays(seen, trace, ROWS) == 0
 
 
 # ---- what changes between queue and forward changes nothing
@@ -341,45 +316,6 @@ def test_a_trace_that_is_changed_in_place_is_refused_before_a_router_takes_it(wh
 # ---- how many micro-batches, and of which model
 
 
-@pytest.mark.parametrize("kind", [plain, reentrant, non_reentrant])
-def test_an_empty_micro_batch_between_others(kind):
-    chunk, trace, losses = Chunk(), random_trace(16), []
-    chunk.around = kind
-    nothing = torch.empty(1, 0, dtype=torch.int64)
-    with mrr.replay(chunk, trace, verify=True) as session:
-        with watched(chunk) as seen:
-            for number in range(2):
-                losses.append(forward(chunk, session, number))
-        assert wrong_replays(seen, trace) == 0
-        session.microbatch(nothing)
-        assert chunk(nothing).shape == (0, 1, 32)
-        with watched(chunk) as seen:
-            disturbed_backward(chunk, *losses)
-        assert wrong_replays(seen, trace) == 0
-    assert session.report.microbatches == 3
-
-
-@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
-def test_a_module_without_experts_and_a_part_of_a_virtual_pipeline_are_refused(start):
-    with pytest.raises(LayoutError, match="Linear is no Megatron-Core model with experts"):
-        start(torch.nn.Linear(2, 2))
-    chunk = Chunk()
-    chunk.config.virtual_pipeline_model_parallel_size = 2
-    for some in (chunk, [chunk]):
-        with pytest.raises(LayoutError, match="1 model chunks were given, but this rank has 2"):
-            start(some)
-
-
-def test_a_stage_without_experts_is_in_order_if_its_config_has_some():
-    chunk = Chunk()
-    chunk.layers = torch.nn.ModuleList()
-    _, report = replayed(chunk, random_trace(8))
-    assert report.routers == 0
-    chunk.config.num_moe_experts = None
-    with pytest.raises(LayoutError, match="num_moe_experts=None"):
-        mrr.record(chunk)
-
-
 def test_what_is_no_trace_or_no_share_is_refused_and_a_path_is_read(tmp_path):
     chunk, trace = Chunk(), random_trace(8)
     with pytest.raises(TraceError, match="cannot replay a dict"):
@@ -399,48 +335,25 @@ def test_chunks_that_share_a_router_are_refused_where_micro_batches_are_queued()
     for start in QUEUED.values():
         with pytest.raises(LayoutError, match="chunk 0 and chunk 1 share a router, layer 3"):
             start([one, other])
-    one.around = other.around = reentrant
-    with watched(one) as seen, mrr.freeze_recompute([one, other]):
-        losses = forward(one), forward(other, number=1)
-        disturbed_backward(other, losses[0] * 0)
-        disturbed_backward(one, losses[1])
-    assert (len(seen[1, 3]), flips(seen)) == (2, 0)
+    mrr.freeze_recompute([one, other]).close()
 
 
-# ---- withdrawn
+def test_an_empty_micro_batch_between_others():
+    chunk, trace = Chunk(), random_trace(16)
+    chunk.around = reentrant
+    nothing = torch.empty(1, 0, dtype=torch.int64)
+    with mrr.replay(chunk, trace, verify=True) as session:
+        first = forward(chunk, session, 0)
+        session.microbatch(nothing)
+        assert chunk(nothing).shape == (0, 1, 32)
+        with watched(chunk) as seen:
+            disturbed_backward(chunk, first, forward(chunk, session, 1))
+        assert wrong_replays(seen, trace) == 0
+    assert session.report.microbatches == 3
 
 
-@pytest.mark.parametrize("name", ["trained", "ahead", "routes"])
-def test_a_withdrawn_option_says_what_replaces_it(name):
-    message = rf"^MRR101: session\.microbatch\({name}=...\) is gone in 0\.3: "
-    refused(mrr.record, ROWS, message, TraceError, **{name: True})
-
-
-@pytest.mark.parametrize("name", ["routing_rows", "routing_padding", "routing_trained"])
-def test_a_forward_with_a_withdrawn_keyword_says_what_replaces_it(name):
-    message = rf"^MRR101: Chunk\({name}=...\) is gone in 0\.3: the tokens of each forward find its rows"
+def test_withdrawn_options_and_keywords_say_what_replaces_them():
+    refused(mrr.record, ROWS, r"^MRR101: session\.microbatch\(routes=...\) is gone in 0\.3: ", TraceError, routes=True)
+    message = r"^MRR101: Chunk\(routing_rows=...\) is gone in 0\.3: the tokens of each forward find its rows"
     with pytest.raises(TraceError, match=message), mrr.replay(Chunk(), random_trace(8)) as session:
-        session._modules[0](IDS, **{name: ROWS})
-
-
-class _Operations(TorchDispatchMode):
-    """Names of the operations of torch that run inside."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.names.append(operation._schema.name)
-        return operation(*args, **(kwargs or {}))
-
-
-def test_queuing_rows_that_all_have_a_route_does_little_beside_the_gather():
-    """At 48 layers and 32,768 tokens a sort and a few masks took longer than the gather of all routes."""
-    chunk = Chunk()
-    session = mrr.replay(chunk, random_trace(8, token_ids=torch.arange(8)))
-    with _Operations() as operations:
-        session.microbatch(ROWS, chunk)
-    session.close(verify=False)
-    assert "aten::sort" not in operations.names
-    assert len(operations.names) <= 14
+        session._modules[0](IDS, routing_rows=ROWS)
