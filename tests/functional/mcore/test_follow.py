@@ -1,5 +1,6 @@
 """`with mrr.replay(chunks, trace):` and nothing else, on every layout: each router gets the rows of its tokens."""
 
+from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from tests.support.packing import pack_sequences, pad_sequences
 from tests.support.schedule import masked_mean_loss, run_schedule
 from tests.support.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 
+CONTIGUOUS = "packed, a contiguous stream"
 CUT = 12
 """Tokens of the longest sample that a batch has; the rest is cut off on the right."""
 
@@ -39,17 +41,21 @@ def the_trace() -> mrr.RoutingTrace:
     return mrr.RoutingTrace.from_samples(samples(), list(routes), num_experts=8, layer_numbers=range(1, 5))
 
 
-def rows_of(number: int) -> Tensor:
-    """The trace rows of a sample, by counting."""
-    lengths = [len(sample) for sample in samples()]
-    return torch.arange(lengths[number]) + sum(lengths[:number])
+ORDER, ANY_LENGTH = (0, 1, 2, 3, 4, 5), 99
 
 
-def batch(numbers: list[int], kind: str, layout: ParallelSizes, cp_rank: int) -> dict[str, Any]:
+def rows_of(number: int, order: Sequence[int] = ORDER, longest: int = ANY_LENGTH) -> Tensor:
+    """The trace rows of a sample, by counting: of a trace with samples in this order, each cut to the longest length."""
+    lengths = [min(len(samples()[each]), longest) for each in order]
+    place = order.index(number)
+    return torch.arange(lengths[place]) + sum(lengths[:place])
+
+
+def batch(numbers: list[int], kind: str, layout: ParallelSizes, cp_rank: int, **of_trace: Any) -> dict[str, Any]:
     """One micro-batch, shuffled, cut and padded; `rows` are for the oracle alone."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    tokens, rows = [samples()[n][:CUT] for n in numbers], [rows_of(n)[:CUT] for n in numbers]
+    tokens, rows = [samples()[n][:CUT] for n in numbers], [rows_of(n, **of_trace)[:CUT] for n in numbers]
     split = partial(split_context_parallel, cp_rank=cp_rank, cp_size=layout.cp_size)
     if kind in ("right", "left"):
         pad = partial(pad_sequences, length=16, side=kind)
@@ -58,14 +64,15 @@ def batch(numbers: list[int], kind: str, layout: ParallelSizes, cp_rank: int) ->
     else:
         pack = partial(pack_sequences, multiple=8, total=48)
         (ids, real, bounds), at = pack(tokens, fill=0), pack(rows, fill=-1)[0]
-        lengths = (
-            {"cu_seqlens_q": bounds} if kind == "packed" else {"cu_seqlens_q": real, "cu_seqlens_q_padded": bounds}
-        )
+        known = {"cu_seqlens_q": real, "cu_seqlens_q_padded": bounds}
+        lengths = known if kind == "packed, lengths known" else {"cu_seqlens_q": bounds}
         longest = int(bounds.diff().max())
         packed = PackedSeqParams(
             qkv_format="thd", cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest, **lengths
         )
         split = partial(split, cu_seqlens_padded=bounds)
+        if kind == CONTIGUOUS:  # its attention makes no sense, but the rows that each rank has are what is asked
+            split = lambda values: values.chunk(layout.cp_size, dim=1)[cp_rank]  # noqa: E731
         position_ids = torch.arange(48).view(1, -1)
     ids, at, position_ids = split(ids), split(at), split(position_ids)
     return {
@@ -108,7 +115,8 @@ def follow(layout: ParallelSizes, kind: str, raw_stages: bool) -> int:
     def run(**options: Any) -> Any:
         return run_schedule(chunks, layout, microbatches, **options), gradients(chunks)
 
-    with watched(chunks) as seen, mrr.replay(chunks, trace, verify=True, **DRAWN) as session:
+    partition = {"cp_partition_mode": "contiguous"} if kind == CONTIGUOUS else {}
+    with watched(chunks) as seen, mrr.replay(chunks, trace, verify=True, **DRAWN, **partition) as session:
         followed = run(forward_step=forward_step)
     wrong = wrong_replays(case, seen, trace, microbatches)
     assert seen["recompute"]
@@ -135,6 +143,7 @@ CASES = [
     pytest.param({"ep_size": 2}, "packed", False),
     pytest.param({"cp_size": 2}, "right", False, marks=VERSION),
     pytest.param({"cp_size": 2}, "packed, lengths known", False, marks=VERSION),
+    pytest.param({"cp_size": 2}, CONTIGUOUS, False, marks=VERSION),
     pytest.param({"tp_size": 2, "cp_size": 2}, "packed", False),
     pytest.param({"pp_size": 2, "cp_size": 2}, "packed", True),
 ]
@@ -202,33 +211,6 @@ def test_what_is_wrong_on_a_rank_raises_on_all_ranks_of_the_group(name: str, on_
     assert one.replace(": rank 0", ": rank 1") == other
 
 
-def contiguous(layout: ParallelSizes) -> int:
-    """Place a packed row over context-parallel ranks as one stream: the session's rows, without a model that computes so."""
-    from megatron.core import parallel_state
-
-    from megatron_router_replay.mcore.batches.follow import Follower
-    from megatron_router_replay.mcore.batches.inputs import ForwardInputs
-
-    layout.initialize()
-    whole = batch([4, 0, 2], "packed", ParallelSizes(), 0)
-    rank, size = parallel_state.get_context_parallel_rank(), layout.cp_size
-    (chunk,) = build_tiny_gpt(tiny_gpt_config(layout), layout, small_attention=True)
-
-    def check(failed: Tensor, message: str, detail: Any = None) -> None:
-        assert not failed, message
-
-    follower = Follower(the_trace(), padding_token_ids=None, cp_partition_mode="contiguous", check=check)
-    ids = whole["tokens"].chunk(size, dim=1)[rank]
-    inputs = ForwardInputs(input_ids=ids, packed_seq_params=whole["packed_seq_params"])
-    found = follower.find(chunk, inputs, the_trace(), "here")
-    return int((found.rows != whole["rows"].chunk(size, dim=1)[rank]).sum())
-
-
-@pytest.mark.version
-def test_context_parallelism_as_a_contiguous_stream(on_ranks: Any) -> None:
-    assert on_ranks(2, contiguous, ParallelSizes(cp_size=2)) == [0, 0]
-
-
 def record(layout: ParallelSizes, path: str) -> tuple[int, ...]:
     """Record a forward pass padded on the right, and save the whole of it."""
     import torch.distributed as dist
@@ -253,22 +235,12 @@ def replay_recorded(layout: ParallelSizes, path: str, kind: str) -> list[float]:
     """Replay it with other micro-batches; return the losses of the recorded routes."""
     layout.initialize()
     chunks = build_tiny_gpt(tiny_gpt_config(layout, **FULL), layout, small_attention=True)
-    microbatches = [batch(numbers, kind, layout, 0) for numbers in ([3, 0, 5], [2, 1, 4])]
+    recorded = {"order": [4, 0, 2, 1, 3, 5], "longest": CUT}
+    microbatches = [batch(numbers, kind, layout, 0, **recorded) for numbers in ([3, 0, 5], [2, 1, 4])]
     trace = mrr.load_trace(path)
     with watched(chunks) as seen, mrr.replay(chunks, trace, verify=True, **DRAWN) as session:
         losses = run_schedule(chunks, layout, microbatches)
     assert session.report.rows_live == 0
-    # The recording has its own order of samples: by hand, its first rows.
-    order = [4, 0, 2, 1, 3, 5]
-    lengths = [min(len(samples()[n]), CUT) for n in order]
-    first = {n: sum(lengths[:i]) for i, n in enumerate(order)}
-    own = [int(rows_of(n)[0]) for n in range(6)]
-    for microbatch in microbatches:
-        rows = microbatch["rows"]
-        for n in range(6):
-            inside = (rows >= own[n]) & (rows < own[n] + len(samples()[n]))
-            microbatch["rows"] = torch.where(inside, rows - own[n] + first[n] + 1000, microbatch["rows"])
-        microbatch["rows"] = torch.where(rows >= 0, microbatch["rows"] - 1000, -1)
     assert wrong_replays(Case(layout=layout), seen, trace, microbatches) == 0
     return [float(loss) for loss in losses]
 

@@ -79,7 +79,7 @@ def one_layout(case: Case, layers_of_stage: list[list[int]], recomputed_of_stage
     assert report.decisions["verified"] == (report.forwards + report.recomputes) * tokens_a_call
 
 
-@pytest.mark.parametrize(("sizes", "config", "layers", "recomputed"), CASES, ids=str)
+@pytest.mark.parametrize(("sizes", "config", "layers", "recomputed"), CASES, ids=[str(case[0]) for case in CASES])
 def test_what_was_recorded_changes_nothing_and_other_routes_arrive(sizes, config, layers, recomputed, on_ranks):
     case = Case(layout=ParallelSizes(**sizes), config=config)
     on_ranks(case.layout.world_size, one_layout, case, layers, recomputed)

@@ -6,6 +6,7 @@ import torch
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
+from megatron_router_replay.mcore.batches.upload import KeptLayer, LayerRoutes
 from tests.unit.mcore.tiny_chunk import (
     HIDDEN,
     ROWS,
@@ -13,6 +14,7 @@ from tests.unit.mcore.tiny_chunk import (
     Chunk,
     disturbed_backward,
     forward,
+    random_routes,
     random_trace,
     reentrant,
     tokens,
@@ -41,7 +43,80 @@ def refused(start, rows, message, error=LayoutError, **values):
     mrr.close_sessions(chunk)
 
 
-# ---- shapes of rows
+# ---- what may be queued
+
+
+def replay_without(row):
+    """Start a replay of a trace in which another rank has this row: neither route nor token is known."""
+    others = torch.arange(8) != row
+    ids = torch.where(others, IDS.reshape(-1), -1)
+    ids[4] = 0  # token 0 is a token as any other, with or without a route
+    trace = random_trace(8, replay_mask=others & (torch.arange(8) != 4), token_ids=ids)
+    return lambda chunk: mrr.replay(chunk, trace)
+
+
+def replay_of(num_rows):
+    return lambda chunk: mrr.replay(chunk, random_trace(num_rows))
+
+
+NESTED = torch.nested.nested_tensor([torch.arange(4), torch.arange(4)], layout=torch.jagged)
+RECORD, REPLAY = QUEUED["record"], QUEUED["replay"]
+FIRST, LAST = ROWS == 0, ROWS == 7
+OUTSIDE = r"rows reach outside the trace's rows 0\.\.\d+; padding is -1"
+# How to start, rows, what stands beside them, message.
+REFUSED = {
+    "three axes": (RECORD, ROWS.view(1, 2, 4), {}, "rows must have the shape of input_ids"),
+    "no axis": (RECORD, ROWS[0, 0], {}, "rows must have the shape of input_ids"),
+    "shorter padding": (REPLAY, ROWS, {"padding": ROWS[0] < 0}, r"rows \[2, 4\] and padding \[.*\] differ in shape"),
+    "turned tokens": (RECORD, ROWS, {"token_ids": IDS.t()}, r"rows \[2, 4\] and token_ids \[.*\] differ in shape"),
+    "nested": (RECORD, NESTED, {}, "must be a plain tensor"),
+    "sparse": (RECORD, ROWS.to_sparse(), {}, "must be a plain tensor"),
+    "meta": (RECORD, ROWS.to("meta"), {}, "must be a plain tensor"),
+    "text": (RECORD, "rows", {}, "must be integers"),
+    "floats": (RECORD, ROWS.float(), {}, "must be integers"),
+    "tokens of floats": (RECORD, ROWS, {"token_ids": IDS + 0.5}, "token_ids must be integers"),
+    "ragged tokens": (RECORD, ROWS, {"token_ids": [[1, 2], [3]]}, "token_ids must be"),
+    "padding of text": (RECORD, ROWS, {"padding": "abc"}, "padding must be"),
+    # Unsigned integers hold -1 as their highest number.
+    "uint8": (
+        replay_of(256),
+        torch.where(LAST, -1, ROWS).to(torch.uint8),
+        {},
+        "hold 255, which a -1 becomes there",
+    ),
+    "uint16": (
+        replay_of(65536),
+        torch.where(LAST, -1, ROWS).to(torch.uint16),
+        {},
+        "hold 65535, which a -1 becomes there",
+    ),
+    "below -1": (REPLAY, torch.where(LAST, -2, ROWS), {}, OUTSIDE),
+    "behind the trace": (REPLAY, torch.where(LAST, 8, ROWS), {}, OUTSIDE),
+    "below -1 in a recording": (RECORD, torch.where(LAST, -2, ROWS), {}, OUTSIDE),
+    "2 ** 31": (RECORD, torch.where(LAST, 1 << 31, ROWS), {}, OUTSIDE),
+    "first row of another rank": (replay_without(0), ROWS, {}, r"knows nothing of \(row 0, 1 in all\)"),
+    "last row of another rank": (replay_without(7), ROWS, {}, r"knows nothing of \(row 7, 1 in all\)"),
+    "padding has a row": (REPLAY, ROWS, {"padding": FIRST}, "a position with padding=True has a routing row"),
+    "inverted padding": (RECORD, torch.where(FIRST, -1, ROWS), {"padding": ~FIRST}, "mask is inverted"),
+    "tokens of no trace": (REPLAY, ROWS, {"token_ids": IDS}, "given for comparison, but the trace has none"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_rows_that_cannot_be_right_are_refused(name):
+    start, rows, values, message = REFUSED[name]
+    refused(start, rows, message, **values)
+
+
+@pytest.mark.parametrize(
+    "rows", [ROWS, ROWS.numpy().astype(np.uint16), ROWS.to(torch.uint8), torch.where(LAST, -1, ROWS)]
+)
+def test_rows_of_any_integers_replay_with_any_kind_of_mask(rows):
+    trace, padding = random_trace(8), np.zeros((2, 4), np.uint16)
+    seen, report = replayed(Chunk(), trace, rows, padding=padding)
+    signed = torch.as_tensor(np.asarray(rows).astype(np.int64))
+    assert wrong_replays(seen, trace, signed) == 0
+    assert (report.rows_replayed, report.rows_padding) == (int((signed >= 0).sum()), 0)
 
 
 @pytest.mark.parametrize("direct", [False, True], ids=["called", "direct forward"])
@@ -55,101 +130,6 @@ def test_rows_of_another_shape_than_the_batch_are_refused(rows, direct):
     with pytest.raises((LayoutError, ReplayStateError), match="shape"), mrr.replay(chunk, random_trace(8)) as session:
         session.microbatch(rows)
         (chunk.forward if direct else chunk)(IDS)
-
-
-@pytest.mark.parametrize("start", QUEUED.values(), ids=QUEUED)
-def test_rows_of_no_batch_and_values_of_another_shape_than_the_rows_are_refused(start):
-    for rows in (ROWS.view(1, 2, 4), ROWS[0, 0]):
-        refused(start, rows, "rows must have the shape of input_ids")
-    for values in ({"padding": ROWS[0] < 0}, {"token_ids": IDS.t()}):
-        (name,) = values
-        refused(start, ROWS, rf"rows \[2, 4\] and {name} \[.*\] differ in shape", **values)
-
-
-# ---- kinds of rows, and of what stands beside them
-
-
-@pytest.mark.parametrize("dtype", [np.int32, np.uint16, np.uint32, np.int64])
-def test_rows_in_numpy_and_masks_of_any_kind(dtype):
-    trace, padding = random_trace(8), np.zeros((2, 4), np.uint16)
-    seen, report = replayed(Chunk(), trace, ROWS.numpy().astype(dtype), padding=padding)
-    assert wrong_replays(seen, trace, ROWS) == 0
-    assert (report.rows_replayed, report.rows_padding) == (8, 0)
-
-
-NESTED = torch.nested.nested_tensor([torch.arange(4), torch.arange(4)], layout=torch.jagged)
-
-
-@pytest.mark.parametrize(
-    ("rows", "values", "message"),
-    [
-        *((rows, {}, "must be a plain tensor") for rows in (NESTED, ROWS.to_sparse(), ROWS.to("meta"))),
-        ("rows", {}, "must be integers"),
-        (ROWS.float(), {}, "must be integers"),
-        (ROWS, {"token_ids": IDS + 0.5}, "token_ids must be integers"),
-        *(
-            (ROWS, {name: values}, f"{name} must be")
-            for name in ("token_ids", "padding")
-            for values in ("abc", [[1, 2], [3]])
-        ),
-    ],
-)
-def test_what_is_no_array_of_its_kind_raises(rows, values, message):
-    refused(mrr.record, rows, message, **values)
-
-
-@pytest.mark.parametrize(("dtype", "highest"), [(torch.uint8, 255), (torch.uint16, 65535)])
-def test_rows_in_which_padding_cannot_be_told_from_a_row_are_refused(dtype, highest):
-    trace = random_trace(highest + 1)
-    refused(
-        lambda chunk: mrr.replay(chunk, trace),
-        torch.tensor([[0, 1, 2, -1]]).to(dtype),
-        f"and hold {highest}, which a -1 becomes there",
-    )
-    replayed(Chunk(), trace, torch.tensor([[0, 1, 2, highest - 1]]).to(dtype), tokens(1, 4))
-
-
-# ---- which rows
-
-
-@pytest.mark.parametrize(
-    ("kind", "row", "fits"),
-    [
-        *(("replay", row, row not in (-2, 8)) for row in (-2, -1, 0, 7, 8)),
-        *(("record", row, fits) for row, fits in ((-2, False), ((1 << 31) - 1, True), (1 << 31, False))),
-    ],
-)
-def test_rows_lie_in_the_trace_to_the_last_or_below_two_to_the_31(kind, row, fits):
-    rows = torch.where(ROWS == 2, row, ROWS)
-    if fits:
-        session = QUEUED[kind](Chunk())
-        session.microbatch(rows)
-        session.close(verify=False)
-    else:
-        refused(QUEUED[kind], rows, r"rows reach outside the trace's rows 0\.\.\d+; padding is -1")
-
-
-@pytest.mark.parametrize("row", [0, 1, 7])
-def test_each_single_row_of_another_rank_is_found(row):
-    others = torch.arange(8) != row
-    ids = torch.where(others, IDS.reshape(-1), -1)
-    ids[4] = 0  # token 0 is a token as any other
-    trace = random_trace(8, replay_mask=others & (torch.arange(8) != 4), token_ids=ids)
-    refused(lambda chunk: mrr.replay(chunk, trace), ROWS, rf"knows nothing of \(row {row}, 1 in all\)")
-
-
-@pytest.mark.parametrize("start", QUEUED.values(), ids=QUEUED)
-@pytest.mark.parametrize("position", [0, 3])
-def test_padding_that_has_a_row_raises(start, position):
-    padding = torch.zeros(2, 4, dtype=torch.bool)
-    padding[0, position] = True
-    rows = torch.where(padding, -1, ROWS)
-    refused(start, ROWS, "a position with padding=True has a routing row", padding=padding)
-    refused(start, rows, "mask is inverted", padding=~padding)
-    chunk = Chunk()
-    with start(chunk) as session:
-        session.microbatch(rows, padding=padding)
-        chunk(IDS)
 
 
 def test_a_row_of_minus_one_is_routed_live_and_so_is_padding_which_is_counted_apart():
@@ -205,7 +185,6 @@ def test_tokens_that_the_caller_gives_are_compared_with_the_trace_and_the_forwar
     at_once = r"input_ids\[0, 0\] is .* but its routing row 0 was recorded for token"
     refused(lambda chunk: mrr.replay(chunk, trace), ROWS, at_once, token_ids=OTHERS)
     replayed(Chunk(), trace, token_ids=IDS)
-    refused(QUEUED["replay"], ROWS, "given for comparison, but the trace has none", token_ids=IDS)
     chunk = Chunk()
     with (
         pytest.raises(LayoutError, match=r"\[0, 0\] is \d+, but what was queued there is of"),
@@ -213,32 +192,6 @@ def test_tokens_that_the_caller_gives_are_compared_with_the_trace_and_the_forwar
     ):
         recording.microbatch(ROWS, token_ids=IDS)
         chunk(OTHERS)
-
-
-class Flat(Chunk):
-    """Takes [total] tokens of one packed sequence; its routers get [total, hidden]."""
-
-    def forward(self, input_ids, number=0):
-        hidden = self.embedding[input_ids] * (torch.arange(HIDDEN) < HIDDEN - 1)
-        for layer in self.layers:
-            layer.router(hidden)
-        return hidden
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_flat_input_ids_are_compared_position_by_position_and_recorded(dtype):
-    ids, rows = IDS.reshape(-1), torch.arange(8).view(1, 8)
-    trace = random_trace(8, token_ids=ids)
-    replayed(Flat(), trace, rows, ids.to(dtype))
-    with pytest.raises(LayoutError, match=r"input_ids\[0, 0\] is \d+, but its routing row 0 was recorded for"):
-        replayed(Flat(), trace, rows, OTHERS.reshape(-1).to(dtype))
-    with pytest.raises(LayoutError, match=r"gets input_ids \[1, 7\], its routes are for \[1, 8\]"):
-        replayed(Flat(), trace, rows, ids[:7].to(dtype))
-    chunk = Flat()
-    with mrr.record(chunk) as recording:
-        recording.microbatch(rows)
-        chunk(ids.to(dtype))
-    assert recording.trace().token_ids.tolist() == ids.tolist()
 
 
 class OfHiddenStates(Chunk):
@@ -357,3 +310,20 @@ def test_withdrawn_options_and_keywords_say_what_replaces_them():
     message = r"^MRR101: Chunk\(routing_rows=...\) is gone in 0\.3: the tokens of each forward find its rows"
     with pytest.raises(TraceError, match=message), mrr.replay(Chunk(), random_trace(8)) as session:
         session._modules[0](IDS, routing_rows=ROWS)
+
+
+# ---- one layer after another is widened
+
+
+def test_each_layer_is_widened_with_its_block_in_the_forward_and_the_recompute():
+    compact = random_routes(6, 40).to(torch.uint8)  # two whole blocks of 16 layers, and half of one
+    routes = LayerRoutes(compact)
+    kept = [KeptLayer(routes, layer) for layer in range(40)]
+    assert {(each.shape, each.dtype) for each in kept} == {((6, 2), torch.uint8)}
+    for layer in (17, 3, 39, *(other for other in range(40) if other not in (17, 3, 39))):
+        wide = routes.layer(layer)
+        assert (wide.dtype, torch.equal(wide, compact[:, layer].long())) == (torch.int64, True)
+    assert routes._blocks == {}, "every layer was asked for, and no widened block is kept"
+    for layer in reversed(range(40)):
+        assert torch.equal(kept[layer].to(torch.int64), compact[:, layer].long())
+        assert len(routes._blocks) == (layer not in (0, 16, 32))

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import megatron_router_replay as mrr
-from megatron_router_replay.errors import TraceError
 from tests.unit.mcore.tiny_chunk import (
     HIDDEN,
     ROWS,
@@ -70,20 +69,3 @@ def test_an_mtp_layer_stays_live_and_its_recompute_is_frozen(around, behind):
     assert torch.equal(seen[OF_MTP, 1][0], live[1])
     assert (num_recomputed(seen), flips(seen)) == (0 if around is plain else 3, 0)
     assert (session.report.routers, session.report.forwards, session.report.microbatches) == (3, 3, 1)
-
-
-def test_it_is_not_recorded_and_may_route_other_tokens_than_the_chunk():
-    chunk = WithMtp()
-    chunk.behind = True
-    with watched(chunk) as seen, mrr.record(chunk) as recording:
-        recording.microbatch(ROWS)
-        chunk.predict(chunk(tokens())[:3])
-    trace = recording.trace()
-    assert trace.layer_numbers == (1, 2)
-    assert torch.equal(seen[0, 2][0], as_map(trace.layer(2)[ROWS.t().reshape(-1)]))
-    assert len(seen[OF_MTP, 1][0]) == 6
-
-
-def test_mtp_is_gone_and_says_so():
-    with pytest.raises(TraceError, match=r"MRR101: record\(mtp=\.\.\.\) is gone in 0.3: MTP routers are live"):
-        mrr.record(WithMtp(), mtp=True)

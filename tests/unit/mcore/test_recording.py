@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
@@ -111,18 +110,6 @@ def test_a_recording_of_nothing_and_a_stage_without_moe_layers_are_traces():
     assert (trace.num_tokens, trace.layer_numbers, bool(trace.replay_mask.all())) == (8, (), True)
 
 
-def test_parts_are_gathered_over_the_groups_that_are_named_or_the_whole_job(one_rank):
-    rows = torch.where(ROWS == 2, -1, ROWS)
-    with mrr.record(chunk := Chunk()) as recording:
-        recording.microbatch(rows)
-        chunk(tokens())
-        assert recording.trace().num_tokens == 8, "of one rank, so there is nobody to agree with"
-    for groups in ((), (dist.group.WORLD,), (dist.group.WORLD, None)):
-        gathered, part = recording.gather(*groups), recording.trace()
-        assert gathered.replay_mask.tolist() == part.replay_mask.tolist() == [row != 2 for row in range(8)]
-        assert torch.equal(gathered.topk_indices[gathered.replay_mask], part.topk_indices[part.replay_mask])
-
-
 # Traces that are not of this model
 
 
@@ -138,16 +125,6 @@ def test_a_trace_of_other_experts_is_refused(options, message):
     with pytest.raises(TraceError, match=message):
         mrr.replay(chunk, random_trace(8))
     assert not any(map(sources_of, chunk.routers))
-
-
-def test_rows_that_were_refused_do_not_lengthen_the_recording():
-    chunk = Chunk()
-    with mrr.record(chunk) as recording:
-        with pytest.raises(LayoutError, match="padding"):
-            recording.microbatch(ROWS + 100, padding=torch.ones(2, 4))
-        recording.microbatch(ROWS)
-        chunk(tokens())
-    assert recording.trace().num_tokens == 8
 
 
 # ---- a recording that numbers tokens itself

@@ -30,8 +30,6 @@ from tests.unit.mcore.tiny_chunk import (
     wrong_replays,
 )
 
-QUEUED = {name: start for name, start in STARTS.items() if name != "freeze"}
-
 
 def left_over(chunk):
     """Every hook on the chunk or its routers, what is at a router's `router_replay`, and who holds it."""
@@ -62,11 +60,11 @@ def test_a_session_that_is_over_takes_nothing_and_cannot_be_begun_again(by):
 
 @pytest.mark.parametrize("held_before", [False, True])
 def test_a_session_on_another_model_than_the_one_that_trains_raises(held_before):
-    trains, start = Chunk(), STARTS["replay"]
+    trains = Chunk()
     if held_before:  # by the session of an earlier step
-        start(trains).close(verify=False)
+        mrr.record(trains).close(verify=False)
     other = r"other routers ran 3 forwards in training mode: the session was opened on another model than the one that"
-    with pytest.raises(ReplayStateError, match=other), start(Chunk()):
+    with pytest.raises(ReplayStateError, match=other), mrr.record(Chunk()):
         forward(trains).backward()
         forward(trains.eval())
 
@@ -111,9 +109,8 @@ def test_a_freeze_that_nobody_keeps_holds_its_model_and_does_not_keep_it_alive()
     assert len(dispatch.held_routers) == num_held
 
 
-@pytest.mark.parametrize("start", QUEUED.values(), ids=QUEUED)
-def test_a_session_that_is_dropped_without_close_stays_until_close_sessions(start):
-    chunk = Chunk()
+def test_a_session_that_is_dropped_without_close_stays_until_close_sessions():
+    chunk, start = Chunk(), STARTS["replay"]
     chunk.around = reentrant
     freeze = mrr.freeze_recompute(chunk, verify=True)
     with pytest.raises(ReplayStateError, match="takes no micro-batches"):
@@ -209,28 +206,19 @@ def test_a_disabled_session_leaves_the_model_as_it_is_and_drops_rows():
         session.microbatch(ROWS)
 
 
-@pytest.mark.parametrize("start", QUEUED.values(), ids=QUEUED)
-def test_a_disabled_session_inside_another_raises_and_names_paused(start):
-    chunk, others = Chunk(), Chunk()
-    session = start(chunk)
-    with pytest.raises(
-        ReplayStateError, match=rf"MRR404: replay\(enabled=False\) inside a {session.kind} .*paused\(\)"
-    ):
-        mrr.replay([chunk], enabled=False)
-    mrr.replay(others, enabled=False).close()
-    with session.paused():
-        chunk(tokens())
-    mrr.close_sessions(chunk)
-    mrr.replay(chunk, enabled=False).close()
-
-
-def test_an_evaluation_inside_a_session_names_paused():
+def test_an_evaluation_and_a_disabled_session_inside_another_name_paused():
     chunk = Chunk()
     session = mrr.replay(chunk, random_trace())
+    with pytest.raises(ReplayStateError, match=r"MRR404: replay\(enabled=False\) inside a replay .*paused\(\)"):
+        mrr.replay([chunk], enabled=False)
+    mrr.replay(Chunk(), enabled=False).close()
+    with session.paused():
+        chunk(tokens())
     forward(chunk, session)
     with pytest.raises(ReplayStateError, match=r"MRR406: .*reference pass runs inside `with session.paused\(\):`"):
         chunk.eval()(tokens())
     mrr.close_sessions(chunk)
+    mrr.replay(chunk, enabled=False).close()
 
 
 def test_a_replay_that_does_not_add_up_says_that_the_step_comes_after_the_block():

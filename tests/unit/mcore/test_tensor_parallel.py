@@ -11,8 +11,6 @@ from tests.unit.mcore.tiny_chunk import (
     ROWS,
     Chunk,
     as_map,
-    disturbed_backward,
-    flips,
     random_trace,
     reentrant,
     tokens,
@@ -39,22 +37,6 @@ def chunk_of(rank, *, sequence_parallel=True):
 
     chunk.around = around
     return chunk
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_each_rank_replays_and_freezes_its_part_of_the_sequence(rank):
-    chunk, trace = chunk_of(rank), random_trace(8, replay_mask=torch.arange(8) != 3)
-    rows = ROWS.clone()
-    rows[1, 1] = -1  # row 5, on rank 0
-    with watched(chunk) as seen, mrr.replay(chunk, trace, verify=True) as session:
-        session.microbatch(rows)
-        disturbed_backward(chunk, chunk(tokens()).sum())
-    routed = torch.tensor([row not in (3, 5) for row in PARTS[rank]])
-    for layer in (1, 2, 3):
-        expected = as_map(trace.layer(layer)[PARTS[rank]])
-        assert torch.equal(seen[0, layer][0][routed], expected[routed])
-    assert flips(seen) == 0
-    assert (session.report.rows_replayed, session.report.rows_live) == (3, 1)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -71,25 +71,24 @@ def test_recomputes_are_verified_as_their_forwards_are_and_nothing_without_verif
         session.close()
 
 
+def test_a_dispatcher_that_gets_nothing_leaves_nothing_verified_so_verify_raises():
+    chunk = Chunk()
+    router = chunk.routers[1]
+    chunk.layers[1].forward = lambda hidden: hidden + router(hidden)[0].sum()
+    session = STARTS["replay"](chunk)
+    forward(chunk, session)
+    with pytest.raises(ReplayStateError, match="rank 0: nothing was verified in layers 2, whose token dispatchers got"):
+        session.close()
+
+
 def test_a_layer_without_a_dispatcher_is_verified_where_its_router_is_left():
     chunk = Chunk()
     del chunk.layers[1].token_dispatcher
     router = chunk.routers[1]
     chunk.layers[1].forward = lambda hidden: hidden + router(hidden)[0].sum()
-    with mrr.replay(chunk, random_trace(8), verify=True) as session:
+    with STARTS["replay"](chunk) as session:
         forward(chunk, session)
-    report = session.report
-    assert (report.decisions["verified"], report.decisions["wrong"]) == (24, 0)
-
-
-def test_a_dispatcher_that_gets_nothing_leaves_nothing_verified_so_verify_raises():
-    chunk = Chunk()
-    router = chunk.routers[1]
-    chunk.layers[1].forward = lambda hidden: hidden + router(hidden)[0].sum()
-    session = mrr.replay(chunk, random_trace(8), verify=True)
-    forward(chunk, session)
-    with pytest.raises(ReplayStateError, match="rank 0: nothing was verified in layers 2, whose token dispatchers got"):
-        session.close()
+    assert (session.report.decisions["verified"], session.report.decisions["wrong"]) == (24, 0)
 
 
 def test_a_capacity_factor_drops_tokens_so_maps_cannot_be_verified():
