@@ -194,6 +194,27 @@ def test_tokens_that_the_caller_gives_are_compared_with_the_trace_and_the_forwar
         chunk(OTHERS)
 
 
+class Flat(Chunk):
+    """Takes [total] tokens of one packed sequence; its routers get [total, hidden]."""
+
+    def forward(self, input_ids, number=0):
+        hidden = self.embedding[input_ids] * (torch.arange(HIDDEN) < HIDDEN - 1)
+        for layer in self.layers:
+            layer.router(hidden)
+        return hidden
+
+
+def test_flat_input_ids_are_compared_position_by_position():
+    ids, rows = IDS.reshape(-1), torch.arange(8)
+    trace = random_trace(8, token_ids=ids)
+    seen, _ = replayed(Flat(), trace, rows, ids.to(torch.int32))
+    assert wrong_replays(seen, trace, rows.view(1, 8)) == 0
+    with pytest.raises(LayoutError, match=r"input_ids\[0, 0\] is \d+, but its routing row 0 was recorded for"):
+        replayed(Flat(), trace, rows, OTHERS.reshape(-1))
+    with pytest.raises(LayoutError, match=r"gets input_ids \[1, 7\], its routes are for \[1, 8\]"):
+        replayed(Flat(), trace, rows, ids[:7])
+
+
 class OfHiddenStates(Chunk):
     """A later pipeline stage: its forward gets what is no tokens, or tokens as they were before packing."""
 
