@@ -132,6 +132,8 @@ FOUND: dict[str, tuple[Tokens, Tokens, Tokens, dict[str, Any]]] = {
     "one token, two tokens, none": ([[4], [], [5, 6], []], [[5, 6, 0], [4, 0, 0]], [[1, 2, -1], [0, -1, -1]], {}),
     "padding alone": ([A], [[0, 0, 0, 0], A], [[-1] * 4, [0, 1, 2, 3]], {}),
     "turns": ([A[:2], A], [[5, 6, 0, 0], A], [[0, 1, -1, -1], [2, 3, 4, 5]], {}),
+    "turns, and another end": ([A[:2], A, [*A[:3], 9]], [[5, 6, 7, 9, 0, 0]], [[6, 7, 8, 9, -1, -1]], {}),
+    "a beginning like padding's, where no place is padded": (FROM_ZERO, [[0, 5, 6]], [[0, 1, 2]], {"options": {}}),
     # As trainers number them that count the tokens before each position which are no padding.
     "positions of padding": (
         [A, B],
@@ -234,6 +236,7 @@ RAISES: dict[str, tuple[Tokens, Tokens, dict[str, Any], str]] = {
     "padding before, or a sample's": (FROM_ZERO, [[0, 0, 5, 6]], {}, MAY_BE_OF_A_SAMPLE),
     "a sample's beginning, or padding": (FROM_ZERO, [[0, 5, 6]], DECLARED, MAY_BE_OF_A_SAMPLE),
     "a sample's beginning that is padding elsewhere": (FROM_ZERO, [[0, 5, 6, 0, 0]], {}, MAY_BE_PADDING),
+    "a part of a run, or padding": ([[0, 0, 5], [0, 5]], [[0, 0, 5, 0, 0]], {}, MAY_BE_PADDING),
     # A sample begins with nine equal tokens, eight others with 1 to 8: all of these beginnings are tried.
     "a run of equal tokens": (
         [*([7] * length + [length] for length in range(1, 9)), [0] * 9 + [5, 6], [5, 6]],
