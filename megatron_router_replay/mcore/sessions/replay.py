@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -29,10 +28,9 @@ from megatron_router_replay.mcore.core.call import RoutingCall, TopKRequest
 from megatron_router_replay.mcore.core.streams import to_device, to_host
 from megatron_router_replay.mcore.model.find import Models
 from megatron_router_replay.mcore.model.layers import check_trace_layers
-from megatron_router_replay.mcore.sessions import agreement
 from megatron_router_replay.mcore.sessions.agreement import ALL, Agreement
-from megatron_router_replay.mcore.sessions.group_check import GroupCheck, Numbers, judge_replay
-from megatron_router_replay.mcore.sessions.microbatches import Microbatches, Strategy, make_chunks, sum_counts
+from megatron_router_replay.mcore.sessions.group_check import GroupCheck
+from megatron_router_replay.mcore.sessions.microbatches import Microbatches, Strategy, make_chunks
 from megatron_router_replay.mcore.sessions.routers import RouterState, SessionRouters
 from megatron_router_replay.mcore.sessions.session import Session, open_session
 from megatron_router_replay.trace import RoutingTrace
@@ -81,7 +79,7 @@ class TraceRoutes(Strategy):
         self._balance, self._min_replayed, self._min_agreement = balance, min_replayed, min_agreement
         # Sizes before layers: for a trace of another model, the error names the reason and not a missing layer.
         for state in routers.states.values():
-            if state.position >= 0:
+            if state.chunk is not None:
                 _check_model(trace, state)
         check_trace_layers(trace.layer_numbers, routers.modules, walks=routers.walks)
         self._any_live = not bool(trace.replay_mask.all())
@@ -90,13 +88,16 @@ class TraceRoutes(Strategy):
         }
         self._follower: Follower | None = None
         if trace.token_ids is not None and trace.sequence_lengths is not None:
-            layout: Any = {"padding_token_ids": padding_token_ids, "cp_partition_mode": cp_partition_mode}
-            self._follower = Follower(trace, check=self.checks.check, **layout)
+            self._follower = Follower(
+                trace,
+                padding_token_ids=padding_token_ids,
+                cp_partition_mode=cp_partition_mode,
+                check=self.checks.check,
+            )
         self._has_warned = False  # that the host reads rows from a GPU
-        self._agreement: Agreement | None = None
         replayed = [found.router for chunk in chunks for found in chunk.replayed_routers]
         if replayed and (min_agreement or ask_every_layer):
-            self._agreement = Agreement(
+            self.agreement = Agreement(
                 topk=int(replayed[0].topk),
                 num_experts=int(replayed[0].num_experts),
                 num_layers=len(replayed),
@@ -123,6 +124,7 @@ class TraceRoutes(Strategy):
         """Return the micro-batch of rows that were given by hand, and count those that are repeated."""
         trace = self._trace_of[chunk.index]
         inputs = self._at_the_trace(inputs, trace.device)
+        check_padding(inputs.rows >= 0, inputs.padding, self.checks.check)
         microbatch = self._lay_out(chunk, inputs)
         # Not of rows that tokens found: the tokens of a batch may well contain a sample twice.
         self._count_repeated(chunk, inputs.rows, trace.num_tokens)
@@ -149,7 +151,6 @@ class TraceRoutes(Strategy):
         trace, rows, padding = self._trace_of[chunk.index], inputs.rows, inputs.padding
         # Of the whole batch, not of this rank's part: a fault in it raises on every rank.
         any_unrouted = self.checks.check_range(rows, trace.num_tokens)
-        check_padding(rows >= 0, padding, self.checks.check)
         router_rows = chunk.router_view(rows)  # a part of a recording has these alone
         live_mask = None
         if any_unrouted or self._any_live:  # else every row has a route
@@ -164,9 +165,8 @@ class TraceRoutes(Strategy):
             padding = chunk.router_view(padding)
             live_mask = None if live_mask is None else live_mask & ~padding
         counts = count_rows(router_rows.numel(), live_mask, padding)
-        # The live router decides padding as well; it is counted apart.
-        masks = [mask for mask in (live_mask, padding) if mask is not None]
-        live_mask = reduce(torch.logical_or, masks) if masks else None
+        if padding is not None:  # which the live router decides as well; it is counted apart
+            live_mask = padding if live_mask is None else live_mask | padding
         live_positions = device_mask = None  # None spares every router of the micro-batch its live top-k
         if live_mask is not None and live_mask.device.type == "cpu":
             live_positions = to_device(live_mask.nonzero().squeeze(1), chunk.device) if bool(live_mask.any()) else None
@@ -186,7 +186,7 @@ class TraceRoutes(Strategy):
             replay_mask=None if live_mask is None else to_device(~live_mask, chunk.device),
             token_ids=None if expected is None else to_device(expected, chunk.device),
             batch_rows=None if expected is None else to_device(rows, chunk.device),
-            checked_layer=None if self._agreement is None else self._agreement.next_layer(chunk),
+            checked_layer=None if self.agreement is None else self.agreement.next_layer(chunk),
         )
 
     # ---- checks of rows
@@ -254,10 +254,10 @@ class TraceRoutes(Strategy):
         if is_checked or live_mask is not None:
             own = request.live_topk()[1]
             if is_checked:
-                assert self._agreement is not None, "a layer is checked"
+                assert self.agreement is not None, "a layer is checked"
                 assert state.chunk is not None, "it takes micro-batches"
                 number = state.found.layer_number
-                self._agreement.add(microbatch, state.chunk, number, own, used, microbatch.replay_mask)
+                self.agreement.add(microbatch, state.chunk, number, own, used, microbatch.replay_mask)
             if live_mask is not None:
                 return torch.where(live_mask.unsqueeze(1), own, used)
         if microbatch.live_positions is not None:
@@ -275,21 +275,7 @@ class TraceRoutes(Strategy):
         """Return the options that all ranks must share, and the agreement."""
         return {
             "options": [self._balance, self._min_replayed, self._min_agreement],
-            "agreement": None if self._agreement is None else self._agreement.numbers(),
-        }
-
-    def judge(self, everyone: Mapping[int, Numbers]) -> tuple[list[str], list[str]]:
-        """Return the problems and warnings of shares and agreement over all ranks."""
-        agreements = [numbers.agreement for numbers in everyone.values() if numbers.agreement]
-        problems, warnings = agreement.judge(agreements, self._min_agreement)
-        return judge_replay(everyone, self._min_replayed) + problems, warnings
-
-    def report(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        """Return the counts of repeated rows and ambiguous segments, and the agreement."""
-        return {
-            "rows_repeated": sum_counts("repeated", chunks),
-            "segments_ambiguous": sum_counts("ambiguous", chunks),
-            "agreement": None if self._agreement is None else self._agreement.report(),
+            "agreement": None if self.agreement is None else self.agreement.numbers(),
         }
 
 

@@ -52,9 +52,9 @@ def test_a_row_outside_the_trace_raises_at_the_end(session, row):
 def test_all_failed_checks_are_named_and_put_their_rank_at_fault(session):
     session.microbatch(ROWS)
     for fails, name in ((True, "the first"), (False, "the second"), (True, "the third")):
-        session._check(on_a_gpu(torch.tensor(fails)), name)
+        session._microbatches.strategy.checks.check(on_a_gpu(torch.tensor(fails)), name)
     told = []
-    group = SimpleNamespace(finish=lambda numbers, judge: told.append(numbers) or GroupResult())
+    group = SimpleNamespace(finish=lambda numbers: told.append(numbers) or GroupResult())
     session._microbatches.group_check = group
     message = r"^the first\n  the third\n  rank 0, chunk 0, micro-batch 0, layer 1: routes"
     with pytest.raises(LayoutError, match=message):

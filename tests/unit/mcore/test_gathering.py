@@ -34,7 +34,7 @@ class Threads:
 
         def one(rank):
             self._here.rank = rank
-            return gathering.gather_trace(parts[rank], None)
+            return gathering.gather_trace(parts[rank], None)[0]
 
         with ThreadPoolExecutor(self.num_ranks) as pool:
             return list(pool.map(one, range(self.num_ranks)))
@@ -89,6 +89,15 @@ def test_every_rank_gets_the_merged_trace_and_sends_its_routed_rows_alone(monkey
         rows = int((part.replay_mask if part.token_ids is None else part.replay_mask | (part.token_ids != -1)).sum())
         # Two layers of top-2, a mask byte, four bytes of a token id, and four of the row's number.
         assert sent == rows * (4 + 1 + 4 * (part.token_ids is not None) + 4)
+
+
+def test_samples_of_one_rank_that_are_not_those_of_the_whole_raise(monkeypatch):
+    whole = parts_of(4, 64)[1]
+    short = whole.gather_rows(range(60)).with_samples([60])
+    with pytest.raises(TraceError, match=r"sequence_lengths .*60.*64"):
+        Threads(2).run(monkeypatch, [short, whole])
+    equal = whole.with_samples([40, 24])
+    assert [trace.sequence_lengths for trace in Threads(2).run(monkeypatch, [equal, whole])] == [(40, 24), None]
 
 
 @pytest.mark.parametrize(
