@@ -220,6 +220,7 @@ def contiguous(layout: ParallelSizes) -> int:
     from megatron.core import parallel_state
 
     from megatron_router_replay.mcore.batches.follow import Follower
+    from megatron_router_replay.mcore.batches.index import index_of
     from megatron_router_replay.mcore.batches.inputs import ForwardInputs
 
     layout.initialize()
@@ -233,7 +234,7 @@ def contiguous(layout: ParallelSizes) -> int:
     follower = Follower(the_trace(), padding_token_ids=None, cp_partition_mode="contiguous", check=check)
     ids = whole["tokens"].chunk(size, dim=1)[rank]
     inputs = ForwardInputs(input_ids=ids, packed_seq_params=whole["packed_seq_params"])
-    found = follower.find(chunk, inputs, the_trace(), "here")
+    found = follower.find(chunk, inputs, index_of(the_trace()), "here")
     return int((found.rows != whole["rows"].chunk(size, dim=1)[rank]).sum())
 
 

@@ -31,6 +31,10 @@ def find(samples: Samples, *rows: list[int], declared: list[int] | None = None, 
     return Located(*(each[:-1] for each in located))
 
 
+def place(located: Located, segments: Segments) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return segments.rows(segments.start + located.start, located.count, located.row, located.extra)
+
+
 def rows_of(samples: Samples, *rows: list[int], **options: object) -> tuple[list[list[int]], list[list[bool]]]:
     segments = Segments.of((len(rows), len(rows[0])))
     if (mask := options.pop("mask", None)) is not None:
@@ -38,7 +42,7 @@ def rows_of(samples: Samples, *rows: list[int], **options: object) -> tuple[list
     options["padding_token_ids"] = torch.tensor(declared) if (declared := options.pop("declared", None)) else None
     located = locate(index_of(samples), torch.tensor(rows).flatten(), segments, **options)  # type: ignore[arg-type]
     assert located.is_explained.tolist() == [1] * (len(rows) + 1)
-    found, padding = located.rows(segments, located.extra)
+    found, padding = place(located, segments)
     padding = torch.zeros_like(found, dtype=torch.bool) if padding is None else padding
     return segments.of_rank(found, 0).tolist(), segments.of_rank(padding, 0).tolist()
 
@@ -175,7 +179,7 @@ def test_packed_sequences_with_and_without_known_lengths() -> None:
     for unpadded, strong in ((None, {"strong": 0}), (cu_seqlens, {"strong": 0}), (torch.tensor([0, 3, 5]), {})):
         segments = Segments.of((1, 10), cu_seqlens, unpadded=unpadded)
         located = locate(index_of(samples), tokens, segments)
-        assert located.rows(segments, located.extra)[0].tolist() == [0, 1, 2, -1, 3, 4, -1, -1, -1, -1]
+        assert place(located, segments)[0].tolist() == [0, 1, 2, -1, 3, 4, -1, -1, -1, -1]
         assert [shown(located, at) for at in range(3)] == [{}, strong, {}]
         assert located.is_explained.tolist() == [1, 1, 1]
 
@@ -187,7 +191,7 @@ def test_restarts_of_positions_are_segments() -> None:
     cut = segments.cut(positions.flatten())
     assert cut.begin.tolist() == [0, 3, 5, 6, 8, 11, 12]
     located = locate(index_of([A, B]), tokens.flatten(), cut)
-    assert located.rows(cut, located.extra)[0].view(2, 6).tolist() == [[0, 1, 2, 3, 4, -1], [-1, -1, 0, 1, 2, -1]]
+    assert place(located, cut)[0].view(2, 6).tolist() == [[0, 1, 2, 3, 4, -1], [-1, -1, 0, 1, 2, -1]]
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
@@ -336,8 +340,8 @@ def test_long_segments_and_a_large_trace() -> None:
     index, bounds = PrefixIndex(tokens, lengths), torch.tensor([0, *lengths]).cumsum(0)
     segments = Segments.of((1, tokens.numel()), bounds)
     located = locate(index, tokens, segments)
-    assert torch.equal(located.rows(segments, located.extra)[0], torch.arange(tokens.numel()))
+    assert torch.equal(place(located, segments)[0], torch.arange(tokens.numel()))
     for cut in (1, 31, 32, 33, 4999):
         segments = Segments.of((1, cut))
         located = locate(index, tokens[:cut], segments)
-        assert located.rows(segments, located.extra)[0].tolist() == list(range(cut))
+        assert place(located, segments)[0].tolist() == list(range(cut))
