@@ -1,4 +1,4 @@
-"""Prove that the trace rows of a batch, laid out by hand, still match its tokens."""
+"""Compare the tokens of a batch with those of its trace rows."""
 
 from __future__ import annotations
 
@@ -7,40 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_router_replay.errors import LayoutError
-
 MOVED_APART = "tokens and rows were not moved by the same code."
 """The cause of a position with a different token than its row."""
-
-
-def check_tokens(rows: Tensor, input_ids: Tensor, *, token_ids: Tensor) -> None:
-    """Raise unless each position with a row has the token of that row.
-
-    Args:
-        rows: [b, s] integer, the trace row of each position, -1 on padding.
-        input_ids: [b, s] integer.
-        token_ids: [num_tokens] integer, `trace.token_ids`; -1 where the token is unknown (see `merge_traces`).
-
-    Raises:
-        LayoutError: shapes differ, a row lies outside the trace, or a token differs; names the first position.
-    """
-    if rows.shape != input_ids.shape:
-        raise LayoutError(
-            f"MRR201: rows are {list(rows.shape)}, input_ids {list(input_ids.shape)}: one row a position."
-        )
-    outside = (rows < -1) | (rows >= token_ids.shape[0])
-    if bool(outside.any()):
-        at = outside.nonzero()[0].tolist()
-        raise LayoutError(
-            f"MRR202: rows{at} is {int(rows[tuple(at)])}: the trace has rows 0..{token_ids.shape[0] - 1}, "
-            "padding is -1."
-        )
-    if not bool((rows >= 0).any()):
-        return  # nothing to compare, and a trace without rows could not be indexed
-    expected = torch.where(rows >= 0, token_ids.to(rows.device)[rows.clamp(min=0).to(torch.int64)], -1)
-    count, detail = count_differing_tokens(input_ids.to(rows.device), expected, rows)
-    if bool(count):
-        raise LayoutError(f"MRR203: {detail()}")
 
 
 def count_differing_tokens(
