@@ -84,6 +84,7 @@ class PrefixIndex:
 
     Attributes:
         has_nested_samples: a sample begins with all tokens of a shorter one.
+        first_tokens: [n] int64, the tokens that samples begin with, and -1.
         start_runs: the distinct lengths of the runs of equal tokens that samples begin with, sorted.
         may_lose_a_run: if its first tokens were taken for padding, a sample might begin like a different one.
     """
@@ -95,6 +96,7 @@ class PrefixIndex:
         # Two entries more than rows, with the greatest key: a search and the entry after it always exist.
         self._keys = torch.full((num_rows + 2,), torch.iinfo(torch.int64).max, device=device)
         self._rows = torch.zeros(num_rows + 2, dtype=torch.int32 if num_rows < 1 << 31 else torch.int64, device=device)
+        self.first_tokens = torch.tensor([-1], device=device)
         self.start_runs: tuple[int, ...] = ()
         self.may_lose_a_run = self.has_nested_samples = False
         if not num_rows:
@@ -116,9 +118,10 @@ class PrefixIndex:
         first, second = token_ids[starts], starts + runs
         begins = set(zip(first.tolist(), runs.tolist()))
         self.start_runs = tuple(sorted({run for _, run in begins}))
+        self.first_tokens = torch.tensor([-1, *{token for token, _ in begins}], device=device)
         # Without all of the run, [p, 5, 6] is like [5, 6]; without a part of it, [p, p, 5] is like [p, 5].
         loses_all = torch.isin(token_ids[second[second < ends]], first).any()
-        self.may_lose_a_run = bool(loses_all) or len(begins) > len({token for token, _ in begins})
+        self.may_lose_a_run = bool(loses_all) or len(begins) > len(self.first_tokens) - 1
 
     def to(self, device: torch.device) -> PrefixIndex:
         """Return the PrefixIndex on a device."""

@@ -77,7 +77,7 @@ def locate(
     # If no sample begins like another one without its first tokens, a start without padding that explains a segment is the
     # only one. The index knows runs of one token, and several declared ones make other runs.
     is_one_token = padding_token_ids is None or len(padding_token_ids) < 2
-    if search.on_host and is_one_token and not index.may_lose_a_run:
+    if search.on_host and is_one_token and not index.may_lose_a_run and search.all_begin_samples():
         located = search.locate(start)
         if bool(located.is_explained.all()):
             return located
@@ -101,6 +101,10 @@ class _Search:
     def runs(self) -> PaddingRuns:
         """Return the ranges that padding may fill."""
         return PaddingRuns(self._tokens, self._padding)
+
+    def all_begin_samples(self) -> bool:
+        """Return whether samples begin with the first token of every segment."""
+        return bool(torch.isin(self._tokens.take(self._segments.begin + 1), self._index.first_tokens).all())
 
     def locate(self, starts: Tensor) -> Located:
         """Return the Located of segments that begin at given positions.
