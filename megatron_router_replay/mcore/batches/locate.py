@@ -75,7 +75,7 @@ def locate(
     if not segments.searches_left:
         return search.locate(start)
     # If no sample begins like another one without its first tokens, a start without padding that explains a segment is the
-    # only one. The index knows runs of one token, and several declared ones make other runs.
+    # only one. The index has runs of equal tokens; several declared ones make other runs.
     is_one_token = padding_token_ids is None or len(padding_token_ids) < 2
     if search.on_host and is_one_token and not index.may_lose_a_run and search.all_begin_samples():
         located = search.locate(start)
