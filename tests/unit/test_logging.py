@@ -1,4 +1,4 @@
-"""The library logs through `logging`: nothing by itself, and each event once where a program asks for it."""
+"""The library logs each event once through `logging`, and prints nothing unless a program configures it."""
 
 import json
 import logging

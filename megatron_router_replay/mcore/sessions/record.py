@@ -110,9 +110,8 @@ class RecordedRoutes(Strategy):
     def _lay_out(self, chunk: Chunk, inputs: RowInputs, lengths: Tensor | None = None) -> Microbatch:
         rows = inputs.rows
         router_rows = chunk.router_view(rows)
-        num_rows, num_padding = router_rows.numel(), 0
-        if inputs.padding is not None:
-            num_padding = chunk.router_view(inputs.padding).sum()
+        num_rows = router_rows.numel()
+        num_padding = 0 if inputs.padding is None else chunk.router_view(inputs.padding).sum()
         shape = rows.shape[0], rows.shape[1]
         return Microbatch(
             shape=chunk.router_shape(shape),

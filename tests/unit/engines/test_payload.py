@@ -29,21 +29,6 @@ HEADER = b"{'descr': '|u1', 'fortran_order': False, 'shape': (2, 2, 2), }".ljust
 NPY = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(HEADER)) + HEADER + bytes([0, 0, 3, 1, 0, 0, 2, 0])
 
 
-@pytest.mark.parametrize(
-    ("engine", "raw"),
-    [
-        ("vllm", NPY),
-        ("sglang", struct.pack("<8i", 0, 0, 3, 1, 0, 0, 2, 0)),
-        ("sglang_jax", struct.pack("<8i", -1, -1, 3, 1, -1, -1, 2, 0)),  # dense layers are -1
-    ],
-)
-def test_what_each_engine_sends_in_base64(engine, raw):
-    trace = getattr(engines, engine).decode(base64.b64encode(raw).decode(), model=MODEL, token_ids=IDS)
-    assert trace.topk_indices[:2].tolist() == [[[3, 1]], [[2, 0]]]
-    assert trace.replay_mask.tolist() == [True, True, False]
-    assert trace.layer_numbers == (2,)
-
-
 def npy_file(header, data=b""):
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + data
 

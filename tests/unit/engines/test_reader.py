@@ -210,32 +210,25 @@ def test_an_aborted_reply_without_output_has_no_routes_and_one_with_output_must(
     refused("of choice 0, request 7: missing", engines.vllm.decode_batch, {"id": 7, "choices": choices})
 
 
-# Counts: each one equals the tokens that it counts; `test_tokens` has the rule
-
-
-def weights(end):
-    return [{"version": "1", "start": 0, "end": end}]
-
-
-SENT = npy_base64(rows(0))
-STATED = [
-    ("vllm", "usage", lambda p, g: response(PROMPT, output(0), routed_experts=SENT) | {"usage": usage(p, g)}),
-    ("vllm", "weight_vers", lambda p, g: response(PROMPT, output(0), routed_experts=SENT, weight_versions=weights(g))),
-    ("sglang", "finish_reason.length", lambda p, g: sglang_result(
-        rows(0), P, output(0), completion_tokens=None, finish_reason={"type": "length", "length": g})),
-    ("sglang_jax", r"meta_info\.", lambda p, g: sglang_result(rows(0), p, output(0), completion_tokens=g)),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("engine", "field", "reply"), STATED)
-@pytest.mark.parametrize("options", [{"token_ids": PROMPT + output(0)}, {"prompt_token_ids": PROMPT}], ids=str)
-def test_a_stated_count_equals_the_tokens(engine, field, reply, options):
-    decode = getattr(engines, engine).decode
-    check(decode(reply(P, G), model=MODEL, **options))
-    for counts in ((P - 1, G), (P + 1, G), (P, G - 1), (P, G + 1), (P + 1, G - 1)):
-        if reply(*counts) != reply(P, G):
-            refused(field, decode, reply(*counts), **options)
-    refused("MRR309: .*prompt_tokens is -1", engines.sglang.decode, sglang_result(rows(0), -1, output(0)), **options)
+@pytest.mark.parametrize(
+    ("meta", "message"),
+    [
+        ({"prompt_tokens": P + 1}, f"meta_info.prompt_tokens={P + 1}, but {P} prompt tokens"),
+        ({"completion_tokens": G - 1}, f"meta_info.completion_tokens={G - 1}, but {G} output tokens"),
+        (
+            {"finish_reason": {"type": "length", "length": G + 1}},
+            f"finish_reason.length={G + 1}, but {G} output tokens",
+        ),
+        ({"prompt_tokens": -1}, "prompt_tokens is -1"),
+    ],
+)
+def test_a_count_that_a_reply_states_equals_the_tokens(meta, message):
+    """Every place that states one; `test_tokens` has the rule."""
+    given = {"prompt_token_ids": PROMPT}
+    refused(f"MRR309: .*{message}", engines.sglang.decode, sglang_result(rows(0), P, output(0), **meta), **given)
+    reply = response(PROMPT, output(0), routed_experts=npy_base64(rows(0)))
+    check(engines.vllm.decode(reply, model=MODEL), 1)
+    refused("MRR309: .*usage", engines.vllm.decode, reply | {"usage": usage(P, G + 1)})
 
 
 # Results that are no reply

@@ -38,11 +38,14 @@ def rows_replayed(samples: list[list[int]], row: list[int], **options: Any) -> i
     return int(session.report.rows_replayed)
 
 
-def test_a_beginning_that_several_declared_tokens_may_be_is_no_silent_choice() -> None:
+def test_a_beginning_that_may_be_declared_padding_is_no_silent_choice() -> None:
     # 1 and 2 may be padding before sample 1, or the beginning of sample 0; 1 alone is that of sample 0.
     with pytest.raises(RouterReplayError, match=r"MRR206: .* tokens before sample 0 may be padding"):
         rows_replayed([[1, 2, 3], [3]], [1, 2, 3], padding_token_ids=[1, 2])
     assert rows_replayed([[1, 2, 3], [3]], [1, 2, 3], padding_token_ids=[1]) == 3
+    # Of a run of one token, all or a part may be padding.
+    with pytest.raises(RouterReplayError, match=r"MRR206: .* tokens before sample 0 may be padding"):
+        rows_replayed([[0, 0, 5], [0, 5]], [0, 0, 5], padding_token_ids=[0])
 
 
 def test_a_token_that_may_be_padding_is_a_samples_where_no_forward_shows_padding() -> None:
