@@ -80,6 +80,10 @@ def test_any_schedule_of_any_requests_gives_each_position_its_last_row(data):
     capturer, forward = make(num_experts=30_000, topk=1, num_layers=1, max_num_tokens=64)
     lengths = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4), label="tokens of each request")
     slot, last = count(), [{} for _ in lengths]
+    steps, aborted_after = (
+        count(1),
+        data.draw(st.integers(0, 3), label="steps until request 0 is aborted; 0: it is not"),
+    )
     for request, length in enumerate(lengths):
         capturer.add_request(request, num_prompt_tokens=data.draw(st.integers(1, length)))
     while unfinished := [i for i, length in enumerate(lengths) if len(last[i]) < length]:
@@ -94,7 +98,7 @@ def test_any_schedule_of_any_requests_gives_each_position_its_last_row(data):
             ids, positions, routes = ids + [i] * len(chunk), positions + chunk, routes + numbers
         with capturer.forward(ids, positions):
             forward([[[number]] for number in routes])
-        if data.draw(st.integers(0, 9)) == 0:
+        if next(steps) == aborted_after:
             capturer.abort(0)  # while its rows are on their way: they are not those of the next request of this name
             capturer.add_request(0, num_prompt_tokens=1)
             last[0] = {}
