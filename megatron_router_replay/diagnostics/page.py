@@ -13,7 +13,6 @@ from pathlib import Path
 import megatron_router_replay
 from megatron_router_replay.diagnostics.counting import Difference
 from megatron_router_replay.diagnostics.trace_diff import TraceDiff, diff_text, fact_lines, noise_words, verdict
-from megatron_router_replay.errors import TraceError
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -54,27 +53,15 @@ differs.</p>
 _LEFT, _HEIGHT = 44, 14
 
 
-def save_page(diff: TraceDiff, path: str | os.PathLike[str], *, title: str = "", token_text: None = None) -> Path:
+def save_page(diff: TraceDiff, path: str | os.PathLike[str]) -> Path:
     """Write the page of a diff and return its path.
 
-    Args:
-        title: heading; by default the names of both traces.
-        token_text: gone in 0.3.
-
     Raises:
-        TraceError: the diff and the path are exchanged; token_text is given.
         OSError: the file cannot be written.
     """
-    if not isinstance(diff, TraceDiff):
-        raise TraceError(
-            f"MRR101: save_page takes a diff and then a path, got {type(diff).__name__} and {type(path).__name__}: "
-            'save_page(mrr.diff_traces(a, b), "diff.html").'
-        )
-    if token_text is not None:
-        raise TraceError("MRR101: save_page(token_text=...) is gone in 0.3: the page shows token ids.")
     notes = [line.removeprefix("fact: ") for line in (*fact_lines(diff), noise_words(diff)) if line]
     page = _PAGE.format(
-        title=escape(title or f"Routing of {diff.name_a} and {diff.name_b}"),
+        title=escape(f"Routing of {diff.name_a} and {diff.name_b}"),
         verdict=verdict(diff).capitalize(),
         notes="\n".join(f'<p class="note">{escape(note[0].upper() + note[1:])}</p>' for note in notes),
         where="positions in the sample" if any(each.sample is not None for each in diff.differences) else "rows",

@@ -35,7 +35,6 @@ def step(
     *,
     audits: bool = False,
     plants: bool = False,
-    tracks: bool = False,
 ) -> Any:
     """Train on one rollout; {pass: (decisions, wrong)} of the reference, log-prob and training passes.
 
@@ -51,9 +50,7 @@ def step(
         from miles.utils.replay_base import routing_replay_manager
 
         chunks = small_model.build(layout, **options)
-        arguments = slime.args(
-            layout, **{"qkv_format": "thd", "allgather_cp": False, "use_tensorboard": tracks, **flags}
-        )
+        arguments = slime.args(layout, **{"qkv_format": "thd", "allgather_cp": False, **flags})
         arguments.pipeline_model_parallel_size = layout.pp_size
         if arguments.allgather_cp:
             small_model.without_attention(chunks)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-import os
 import typing
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 import typing_extensions
 
@@ -98,9 +94,7 @@ def config(layout: ParallelSizes, *, packs: bool = False, dynamic: bool = False)
     }
 
 
-def step(
-    folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dict[str, Any], *, tracks: bool = False
-) -> Any:
+def step(folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dict[str, Any]) -> Any:
     """Reference log-probs, previous log-probs, a training step; {pass: (decisions, wrong)} of each."""
     # Before Python 3.12, which NeMo-RL requires, pydantic needs the other TypedDict.
     newer = mock.patch.object(typing, "TypedDict", typing_extensions.TypedDict)
@@ -169,21 +163,8 @@ def step(
             seen.mark()
             me.get_logprobs(data=shard())
             seen.mark()
-            results = me.train(shard(), ClippedPGLossFn(ClippedPGLossConfig()), gbs=oracle.NUM_SAMPLES * me.dp_size)
-        if tracks:
-            _track(results["all_mb_metrics"])
+            me.train(shard(), ClippedPGLossFn(ClippedPGLossConfig()), gbs=oracle.NUM_SAMPLES * me.dp_size)
         return seen.counts()
-
-
-def _track(metrics: dict[str, Any]) -> None:
-    """Hand a worker's metrics to the loop of GRPO that adds them up, and its sums to the logger."""
-    from nemo_rl.algorithms import grpo
-    from nemo_rl.utils.logger import TensorboardLogger
-
-    loops = [node for node in ast.walk(ast.parse(inspect.getsource(grpo))) if isinstance(node, ast.For)]
-    (loop, *_) = [node for node in loops if ast.unparse(node).startswith("for k, v in metrics.items():\n    if k in {")]
-    exec(compile(ast.Module([loop], []), "grpo", "exec"), {"np": np, "metrics": metrics})
-    TensorboardLogger({}, log_dir=os.environ["TENSORBOARD_DIR"]).log_metrics(metrics, 1, prefix="train")
 
 
 def start(folder: str) -> str:

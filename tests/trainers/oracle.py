@@ -1,7 +1,7 @@
-"""What Megatron's routers did while a trainer ran its own code, against the routes that the rollout sent.
+"""Compare the routing maps of Megatron's routers, while a trainer runs its own code, with the rollout's routes.
 
-What is counted here knows nothing of the package under test: hooks on Megatron's modules read the tokens that a chunk gets
-and the routing maps that leave its routers. Every token of a batch has an id of its own, which says what route it must have.
+Nothing here uses the package under test: hooks on Megatron's modules read the tokens that enter a chunk and the routing maps
+that leave its routers. Every token of a batch has an id of its own, and the id determines the route.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ SHARDS = (
 NUM_SAMPLES = 6
 PASSES = ("no grad", "train", "recompute")
 MIN_AGREEMENT = 0.0
-"""Routes are drawn at random, so that none is the router's own choice: it cannot agree. `asked` has others."""
+"""Routes are random, so the router's own top-k cannot agree with them. `asked` uses the router's own."""
 
 WEIGHTS_MOVE = True
-"""Routers get other weights behind each forward that trains, so that no recompute agrees with its forward by luck."""
+"""Router weights change after each training forward, so that no recompute agrees with its forward by luck."""
 
 
 def rollout_box(seed: int) -> dict[str, Any]:
-    """Return what the rollout managers of slime and miles store for a rank; micro-batches of unlike sizes and order."""
+    """Return a rank's data as the rollout managers of slime and miles store it; micro-batches differ in size."""
     ids, routes = rollout(seed)
     answers = [len(part) - prompt for part, prompt in zip(ids, SHARDS[seed % 2][1])]
     return {
@@ -62,10 +62,10 @@ def rollout_box(seed: int) -> dict[str, Any]:
 
 
 class Seen:
-    """Decisions by pass, looked at and not those of the rollout; `mark()` begins the next part of what is watched.
+    """Decisions by pass, compared and wrong; `mark()` begins the next part.
 
-    A pass is "no grad", "train" or "recompute". "live" are those of recomputes whose tokens have no route in the rollout;
-    wrong where they are not their forward's.
+    A pass is "no grad", "train" or "recompute". "live" are decisions of recomputes whose tokens have no route in the rollout;
+    they are wrong if they differ from their forward's.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Seen:
         self._parts[-1][name, bool(wrong)] += 1
 
     def counts(self) -> list[dict[str, tuple[int, int]]]:
-        """Return {pass: (looked at, wrong)} of each part in which anything was."""
+        """Return {pass: (compared, wrong)} of each part that compared any decision."""
         names = (*PASSES, "live")
         return [
             {name: (part[name, False] + part[name, True], part[name, True]) for name in names}
@@ -88,24 +88,23 @@ class Seen:
         ]
 
     def give(self, tokens: Tensor) -> None:
-        """Say what the next forwards' tokens are, for a trainer whose later pipeline stages get none."""
+        """Set the tokens of the next forwards, for a trainer whose later pipeline stages get none."""
         self._given = tokens.clone()
 
     def tokens(self, given: Any) -> Tensor:
         tokens = self._given if self._given is not None else given
-        assert isinstance(tokens, Tensor), "a stage without input_ids, and nobody said what they are"
+        assert isinstance(tokens, Tensor), "a stage without input_ids, and `give` was not called"
         return tokens.clone()
 
 
-def rollout(seed: int = 0, *, dense_first: bool = True) -> tuple[list[Tensor], list[Tensor]]:
+def rollout(seed: int = 0) -> tuple[list[Tensor], list[Tensor]]:
     """Return tokens [T], all different and none 0, and an engine's routes [T - 1, LAYERS, TOPK] of each sample."""
     generator = torch.Generator().manual_seed(seed)
     lengths = SHARDS[seed % 2][0]
     ids = list((torch.randperm(VOCAB - 1, generator=generator)[: sum(lengths)] + 1).split(lengths))
     routes = [torch.rand(len(i) - 1, LAYERS, EXPERTS, generator=generator).argsort(dim=2)[:, :, :TOPK] for i in ids]
     for part in routes:
-        if dense_first:
-            part[:, 0] = 0
+        part[:, 0] = 0  # layer 1 is dense
     return ids, routes
 
 
@@ -139,11 +138,11 @@ ATTACKS = MOVES | {
     "shifted layers": each(lambda part: part.roll(1, dims=1)),
     "shifted layers, none of them dense": each(lambda part: part[:, 1:].roll(1, dims=1)),
 }
-"""What may happen to a rollout's rows of six samples, before the trainer has them."""
+"""Faults of a rollout's rows of six samples, before the trainer receives them."""
 
 
 def asked(step: Any, attack: str, *args: Any) -> None:
-    """Run a trainer's step on long samples whose routes are the model's own but for an attack, and ask its routers."""
+    """Run a trainer's step, with agreement checked, on long samples with the model's own routes and one attack."""
     from tests.trainers import small_model  # which imports this module
 
     chunks: list[Any] = []
@@ -169,7 +168,7 @@ def asked(step: Any, attack: str, *args: Any) -> None:
 
 
 def own_routes(chunks: list[Any], ids: Tensor) -> Tensor:
-    """Return what the model's routers choose for a sample, [T, LAYERS, topk]."""
+    """Return the experts that the model's routers choose for a sample, [T, LAYERS, topk]."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     topk = chunks[0].config.moe_router_topk
@@ -192,28 +191,23 @@ def routes_of_tokens(ids: list[Tensor], routes: list[Tensor]) -> dict[int, Tenso
 
 
 FINDINGS: list[Any] = []
-"""Of each pass of the newest process that was audited."""
-
-METRICS: dict[str, float] = {}
-"""Of the newest pass of the newest process."""
+"""Findings of each pass of the newest audited process."""
 
 
 @contextmanager
 def process() -> Iterator[None]:
-    """Let a trainer's process end with the block: its environment, and what was installed in it."""
+    """End a trainer's process with the block: restore the environment, uninstall the hooks."""
     with mock.patch.dict(os.environ):
         try:
             yield
         finally:
             if follow.is_installed():
                 FINDINGS[:] = getattr(follow.active(), "findings", [])
-                METRICS.clear()
-                METRICS.update(follow.active().metrics)
             follow.uninstall()
 
 
 def audited(step: Any, word: str, *args: Any) -> tuple[Any, list[Any]]:
-    """Run a trainer with its own replay under MRR_AUDIT=word; return what this oracle counted, and the audit's findings."""
+    """Run a trainer with its own replay under MRR_AUDIT=word; return this oracle's counts and the audit's findings."""
     with mock.patch.dict(os.environ, MRR_AUDIT=word):
         return step(*args, audits=True), list(FINDINGS)
 
@@ -232,16 +226,16 @@ def planting(original: Any) -> Any:
 
 
 class ModelError(Exception):
-    """A trainer asks for its model."""
+    """A trainer builds its model."""
 
 
 def build_model(*args: Any, **kwargs: Any) -> Any:
-    """Stand where a trainer builds its model."""
+    """Replace a trainer's function that builds its model."""
     raise ModelError
 
 
 def starting(start: Any, *args: Any, **kwargs: Any) -> str:
-    """Run a trainer's own set-up until it builds the model; return whose replay Megatron-Core's schedules go through then."""
+    """Run a trainer's own set-up until it builds the model; return the trainer whose hooks are installed by then."""
     try:
         start(*args, **kwargs)
     except ModelError:
@@ -250,7 +244,7 @@ def starting(start: Any, *args: Any, **kwargs: Any) -> str:
     raise AssertionError("no model was built")
 
 
-def tracked(step: Any, folder: str, to: str, *args: Any) -> None:
+def tracked(step: Any, folder: str, to: str) -> None:
     """Run a trainer's step with its own tracker, which writes TensorBoard's files to a folder."""
     from torch.utils.tensorboard import SummaryWriter
 
@@ -261,12 +255,12 @@ def tracked(step: Any, folder: str, to: str, *args: Any) -> None:
         self.flush()
 
     with mock.patch.dict(os.environ, TENSORBOARD_DIR=to), mock.patch.object(SummaryWriter, "add_scalar", add_scalar):
-        step(folder, ParallelSizes(), {}, {}, tracks=True)
+        step(folder, ParallelSizes(), {}, {"use_tensorboard": True})
 
 
 @contextmanager
 def watched(chunks: list[Any], route_of: dict[int, Tensor]) -> Iterator[Seen]:
-    """Yield what the routers of these chunks do."""
+    """Yield the counts of these chunks' routers."""
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.router import TopKRouter
 
@@ -336,7 +330,7 @@ def watched(chunks: list[Any], route_of: dict[int, Tensor]) -> Iterator[Seen]:
 
 
 def check_replayed(ranks: Any, *, recomputes: bool) -> None:
-    """Check what each rank saw in a live pass, one of log-probs and those of training: all decisions are the rollout's."""
+    """Check each rank's live pass, log-prob pass and training passes: all replayed decisions are the rollout's."""
     for live, log_probs, *train in ranks:
         decisions, differ = live["no grad"]
         assert differ > 0.9 * decisions > 0, "the live pass differs, so the replayed ones show something"

@@ -112,7 +112,6 @@ def step(
     *,
     audits: bool = False,
     plants: bool = False,
-    tracks: bool = False,
 ) -> Any:
     """Log-probs without routes (the reference's batch), with them, a training step; {pass: (decisions, wrong)} of each.
 
@@ -153,28 +152,8 @@ def step(
             seen.mark()
             me._forward_logprobs(batch(rank))
             seen.mark()
-            _track(me, batch(rank)) if tracks else me.forward_backward(batch(rank))
+            me.forward_backward(batch(rank))
         return seen.counts()
-
-
-def _track(worker: Any, data: Any) -> None:
-    """Let SkyRL's driver train with this worker, and its tracker log what it collected."""
-    from skyrl.train import trainer
-    from skyrl.train.utils.tracking import Tracking
-
-    me = object.__new__(trainer.RayPPOTrainer)
-    me.cfg = Config(trainer=Config(update_epochs_per_batch=1, critic=Config(model=Config())))
-    me.global_step, me.all_metrics, me.all_timings = 1, {}, {}
-    me._normalize_advantages = lambda data, *_: data
-    me.dispatch = SimpleNamespace(
-        stage_data=lambda model, data, boundaries: [data],
-        forward_backward_from_staged=lambda model, data: worker.forward_backward(data),
-        optim_step=lambda model: None,
-        empty_cache=lambda: None,
-    )
-    data.metadata["policy_mini_batch_boundaries"] = None
-    me.train_critic_and_policy(data)
-    Tracking("project", "experiment", "tensorboard").log(me.all_metrics, step=1)
 
 
 def start(folder: str) -> str:

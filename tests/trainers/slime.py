@@ -77,9 +77,7 @@ def rollout_data(seed: int, steps: int) -> dict[str, Any]:
     return data
 
 
-def step(
-    folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dict[str, Any], *, tracks: bool = False
-) -> Any:
+def step(folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dict[str, Any]) -> Any:
     """Train on one rollout, in so many `steps`; {pass: (decisions, wrong)} of the reference, log-probs and training."""
     with trainer_imports(folder, ("slime",), services=SERVICES), oracle.process():
         torch._dynamo.config.disable = True
@@ -97,7 +95,7 @@ def step(
         else:
             train_metric_utils.log_perf_data = train_metric_utils.gather_log_data = lambda *args, **kwargs: None
             accelerator.current_device = accelerator.device = lambda *args, **kwargs: torch.device("cpu")
-        arguments = args(layout, use_tensorboard=tracks, **flags)
+        arguments = args(layout, **flags)
         model.get_args = lambda: arguments
         slime.init(arguments)  # --custom-megatron-init-path
         chunks = small_model.build(layout, **options)

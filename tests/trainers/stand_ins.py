@@ -1,4 +1,4 @@
-"""What a trainer imports and a CPU has not: modules whose every attribute can be called, subclassed, used as a decorator."""
+"""Stand-ins of packages that a trainer imports and that are not installed: any attribute can be called or subclassed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _AnyClass(type):
 
 
 class Anything(metaclass=_AnyClass):
-    """Stands for a class, a function or a value of a module that is not there; used as a decorator it changes nothing."""
+    """Replaces a class, a function or a value of a missing module; used as a decorator it changes nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -70,7 +70,7 @@ class _Module(ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Found last: what is asked for by a file in `folder`, and nobody has."""
+    """Finds, after all other finders, any module that a file in `folder` imports."""
 
     def __init__(self, folder: str, packages: Sequence[str]) -> None:
         self._folder, self._packages = folder, packages
@@ -95,15 +95,15 @@ class _Finder(MetaPathFinder, Loader):
 
 @contextmanager
 def trainer_imports(folder: str, packages: Sequence[str], *, services: Sequence[str] = ()) -> Iterator[None]:
-    """Let `packages` be imported from `folder` inside the block, and stand in for what they import and is not installed.
+    """Import `packages` from `folder` inside the block, with stand-ins of their imports that are not installed.
 
-    Every module of both is forgotten behind the block, so that the next case can take another folder. So is what a trainer
-    that raised left of torch's grad mode.
+    After the block all these modules are removed again, so that the next case can use a different folder, and torch's grad
+    mode is restored, because a trainer that raised may have changed it.
 
     Args:
         folder: the trainer's code.
         packages: its top-level packages.
-        services: packages that are stood in for where they are installed, too.
+        services: packages that get a stand-in even if they are installed.
     """
     added = []
 
@@ -122,7 +122,7 @@ def trainer_imports(folder: str, packages: Sequence[str], *, services: Sequence[
     before = {name: module for name, module in sys.modules.items() if name.split(".")[0] in services}
     for name in before:
         del sys.modules[name]
-    # Megatron's training loop is a service, too: a wheel that has it may need a newer Python.
+    # Megatron's training loop gets a stand-in, too: a wheel that has it may need a newer Python.
     sys.modules.update({name: _Module(name) for name in (*services, "megatron.training")})
     sys.meta_path.append(finder)
     sys.path.insert(0, folder)

@@ -84,16 +84,13 @@ def test_a_trainers_own_start_installs_before_it_builds_the_model(trainer, name,
     assert workers_1.run(trainer.start, unedited(trainer)) == [name]
 
 
-@pytest.mark.parametrize(("trainer", "group"), list(zip(TRAINERS.values(), ["train", "train", "train", "policy"])))
-def test_metrics_reach_a_trainers_own_tracker(trainer, group, unedited, workers_1, tmp_path):
+@pytest.mark.parametrize("trainer", [slime, miles])
+def test_metrics_reach_a_trainers_own_tracker(trainer, unedited, workers_1, tmp_path):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     workers_1.run(tracked, trainer.step, unedited(trainer), str(tmp_path))
     events = reader.EventAccumulator(str(tmp_path)).Reload()
-    rows, share = (
-        events.Scalars(f"{group}/router_replay/{each}")[0].value for each in ("rows_replayed", "replayed_share")
-    )
-    replayed = 46 if trainer is not nemo_rl else 44  # whose batch lost two
-    assert (rows, share) == (pytest.approx(replayed), pytest.approx(replayed / 52))
+    assert events.Scalars("train/router_replay/rows_replayed")[0].value == pytest.approx(46)
+    assert events.Scalars("train/router_replay/replayed_share")[0].value == pytest.approx(46 / 52)
 
 
 @pytest.mark.parametrize(
@@ -166,24 +163,3 @@ def test_an_audit_raises_if_it_is_asked_to(unedited, workers_1):
 @pytest.mark.parametrize("name", [*TRAINERS, "verl"])
 def test_whatever_a_trainer_renames_is_named(name, tmp_path, capsys):
     check_renames(name, str(Source(name=name, packages=(name,)).unedited(tmp_path / "copy")), capsys)
-
-
-RENAMED = {
-    "slime, a switch": (slime, "ROUTING_REPLAY_STAGE", "no longer names ['ROUTING_REPLAY_STAGE']"),
-    "miles, a function": (miles, "fill_replay_data", "fill_replay_data is gone"),
-    "NeMo-RL, a parameter": (nemo_rl, "use_router_replay", "without ['use_router_replay']"),
-    "SkyRL, a field": (skyrl, "rollout_expert_indices", "no longer names ['rollout_expert_indices']"),
-}
-"""Case -> trainer, what is renamed everywhere in it, and what SeamError says."""
-
-
-@pytest.mark.parametrize("case", RENAMED)
-def test_a_run_of_a_trainer_that_renamed_something_raises(case, tmp_path, workers_1):
-    trainer, old, message = RENAMED[case]
-    folder = trainer.SOURCE.unedited(tmp_path / "renamed")
-    for path in folder.rglob("*.py"):
-        text = path.read_text()
-        if old in text:
-            path.write_text(re.sub(rf"\b{old}\b", "renamed", text))
-    with pytest.raises(WorkersError, match=rf"MRR808: .*{re.escape(message)}"):
-        workers_1.run(trainer.step, str(folder), ONE, {}, {})

@@ -1,4 +1,4 @@
-"""Prints what each part of the package loads: one line of JSON a part, from a process of its own.
+"""Prints what the public names of each part of the package load: one line of JSON a part, from a process of its own.
 
 Usage: python -m tests.unit.loaded_modules PART...
 
@@ -11,15 +11,12 @@ import atexit
 import importlib
 import json
 import os
-import pkgutil
 import sys
 from typing import Any
 
 import torch  # noqa: F401  # before the forks, which then take a moment each
 
 PACKAGE = "megatron_router_replay"
-NOT_IMPORTED = ("__main__", "preload")
-"""Modules that are programs: importing them does their work."""
 
 _hooks: list[str] = []
 _register = atexit.register
@@ -31,7 +28,7 @@ def _note_and_register(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def loaded_by(part: str) -> dict[str, list[str]]:
-    """Import a part as users do, then each of its modules; return what was loaded."""
+    """Load every public name of a part as users do; return what was loaded, and what registered for the end."""
     atexit.register = _note_and_register  # type: ignore[assignment]
     before = set(sys.modules)
     package = importlib.import_module(PACKAGE)
@@ -41,25 +38,11 @@ def loaded_by(part: str) -> dict[str, list[str]]:
     for name in getattr(module, "__all__", ()):  # lazy packages load their parts by name
         try:
             getattr(module, name)
-        except ModuleNotFoundError as error:
-            _raise_if_ours(error)
-    public = sorted(set(sys.modules) - before)
-    missing = []
-    for found in pkgutil.walk_packages(getattr(module, "__path__", []), f"{module.__name__}."):
-        if found.name.rpartition(".")[2] in NOT_IMPORTED:
-            continue
-        try:
-            importlib.import_module(found.name)
-        except ModuleNotFoundError as error:
-            _raise_if_ours(error)
-            missing.append(found.name)
+        except ModuleNotFoundError as error:  # of an optional package
+            if error.name is None or error.name.startswith(PACKAGE):
+                raise
     hooks = [name for name in _hooks if name.startswith(PACKAGE)]
-    return {"public": public, "all": sorted(set(sys.modules) - before), "missing": missing, "atexit": hooks}
-
-
-def _raise_if_ours(error: ModuleNotFoundError) -> None:
-    if error.name is None or error.name.startswith(PACKAGE):
-        raise error
+    return {"loaded": sorted(set(sys.modules) - before), "atexit": hooks}
 
 
 def main() -> None:

@@ -1,13 +1,9 @@
 """The r3 loop against a real vLLM server: routes and log-probs over HTTP, new weights for every rollout."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-from examples.grpo.vllm_engine import REPO, VllmEngine, VllmError, VllmServer
-from examples.grpo.weights import random_hf_weights, save_hf_checkpoint
+from examples.grpo.vllm_engine import REPO
 from megatron_router_replay.testing import ParallelSizes
 from tests.functional.grpo.cases import small, vllm_steps
 
@@ -43,17 +39,3 @@ def test_workers_of_one_vllm_refuse_damaged_routes_and_send_right_ones(workers_2
     for on_first, on_last in zip(first, last, strict=True):
         assert torch.equal(on_first["token_ids"], on_last["token_ids"])
         assert torch.equal(on_first["replay_mask"], on_last["replay_mask"])
-
-
-def test_a_server_that_does_not_start_says_why(tmp_path):
-    save_hf_checkpoint(tmp_path, random_hf_weights(0))
-    with pytest.raises(VllmError, match="Run `make venv-vllm` first"):
-        VllmServer(tmp_path, python=tmp_path / "no/python")
-    # This environment has no vLLM: the process ends at once.
-    with pytest.raises(VllmError, match=r"(?s)ended with exit code 1 before it answered.*No module named 'vllm'"):
-        VllmServer(tmp_path, python=Path(sys.executable), start_timeout_s=60)
-
-
-def test_a_request_without_a_server_is_refused(tmp_path):
-    with pytest.raises(VllmError, match="no server is running"):
-        VllmEngine(tmp_path, eos_token_id=2).post("/inference/v1/generate", {})

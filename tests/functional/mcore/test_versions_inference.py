@@ -163,8 +163,7 @@ def test_the_routes_of_a_request_that_was_suspended_are_refused():
     if MEGATRON < (0, 18):
         first.routing_indices, second.routing_indices = map(torch.from_numpy, (routes[:6], routes))
     model = mrr.engines.ModelRoutingInfo(num_layers=2, moe_layer_numbers=(1, 2), num_experts=8, topk=2)
-    for options in ({}, {"allow_surplus_rows": True}):
-        with pytest.raises(
-            PayloadError, match=r"Megatron: routing_indices of (the )?request.*: has 14 rows for tokens 0\.\.8"
-        ):
-            mrr.engines.megatron.decode(record.merge(), model=model, **options)
+    with pytest.raises(
+        PayloadError, match=r"Megatron: routing_indices of (the )?request.*: has 14 rows for tokens 0\.\.8"
+    ):
+        mrr.engines.megatron.decode(record.merge(), model=model)

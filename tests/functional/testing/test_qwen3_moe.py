@@ -60,11 +60,6 @@ def test_logits_equal_those_of_transformers(on_ranks, checkpoint_and_logits, lay
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
 
 
-def test_the_dense_layer_of_the_checkpoint_is_dense(checkpoints_dir):
-    config = qwen3_moe_config(checkpoints_dir / "qwen3moe", ParallelSizes())
-    assert config.moe_layer_freq == [1, 0, 1, 1]
-
-
 def test_another_model_raises(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "mixtral", "tie_word_embeddings": true}')
     with pytest.raises(RouterReplayError, match=r"model_type='mixtral', tie_word_embeddings=True"):

@@ -48,14 +48,13 @@ def test_every_rank_runs_the_function_and_returns_its_result():
     assert not numbers.is_shared()
 
 
-def test_what_a_rank_raises_is_raised_with_its_traceback():
-    with pytest.raises(ProcessRaisedException, match="rank one is unhappy"):
-        run_ranks(2, on_rank_1, raise_error)
-
-
-def test_a_rank_that_dies_ends_the_others():
-    with pytest.raises(ProcessExitedException, match="exit code 3"):
-        run_ranks(2, on_rank_1, die)
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [(raise_error, ProcessRaisedException, "rank one is unhappy"), (die, ProcessExitedException, "exit code 3")],
+)
+def test_a_rank_that_raises_or_dies_ends_the_others(how, error, words):
+    with pytest.raises(error, match=words):
+        run_ranks(2, on_rank_1, how)
 
 
 def test_ranks_that_do_not_end_in_time_are_ended():

@@ -1,21 +1,19 @@
-"""What the tests run on every rank: verl's real forward_backward_batch with replay, and without verl's or our replay.
+"""Functions that run on every rank: verl's real forward_backward_batch with our replay, and without any replay.
 
-The watching is independent of the package: forward hooks on Megatron's router modules read the routing maps that leave
-them, and the tokens of each position are laid out here by hand.
+The observation is independent of the package: forward hooks on Megatron's routers read their routing maps, and the tokens
+of each position are laid out here by hand.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -29,7 +27,6 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 from verl.models.mcore import util
-from verl.utils import tensordict_utils as tu
 from verl.utils.megatron.router_replay_patch import RouterReplay as VerlRouterReplay
 from verl.workers.config import McoreEngineConfig
 
@@ -38,10 +35,10 @@ from megatron_router_replay.testing import ParallelSizes
 from megatron_router_replay.trainers import follow, token_layers
 from megatron_router_replay.trainers import verl as plugin
 from tests.functional.mcore.cases import as_map, left_over, moe_routers, watched
-from tests.functional.verl import packers
 from tests.functional.verl.batches import LENGTHS, Sizes, as_verl, make_batch
 from tests.functional.verl.engines import OurEngine, StockEngine, build, engine_config, loss_function, model_config
 from tests.support.gradients import gradients
+from tests.support.small_attention import row_positions
 from tests.trainers.oracle import ATTACKS, own_routes
 from tests.trainers.stand_ins import trainer_imports
 
@@ -62,12 +59,12 @@ class Case:
     batching: dict[str, Any] = field(default_factory=lambda: dict(DYNAMIC))
 
     def engine(self, kind: type, mode: str, *, recompute: bool = True) -> Any:
-        config = self.config if recompute else {}  # which says nothing but what is recomputed
+        config = self.config if recompute else {}  # it has fields of recompute alone
         return build(kind, engine_config(self.layout, mode=mode, padded=self.padded, bucket=self.bucket, **config))
 
 
 def expected_tokens(case: Case, samples: list[list[int]]) -> Tensor:
-    """The token of each position as this rank's routers get the tokens of a micro-batch, by hand; 0 on padding."""
+    """Return the token of each position of a micro-batch, in the order of this rank's routers; 0 on padding."""
     tp, cp = case.layout.tp_size, case.layout.cp_size
     multiple = tp * cp * (2 if cp > 1 else 1)
     # verl pads to the longest sample of the whole batch, of the micro-batch until August 2026.
@@ -75,8 +72,10 @@ def expected_tokens(case: Case, samples: list[list[int]]) -> Tensor:
     local = []
     for sample in samples:
         length = longest if case.padded else len(sample)
-        whole = packers.pad(torch.tensor(sample), packers.up(length, multiple) - len(sample))
-        local.append(packers.zigzag(whole, parallel_state.get_context_parallel_rank(), cp))
+        padded = -(-length // multiple) * multiple
+        whole = torch.nn.functional.pad(torch.tensor(sample), (0, padded - len(sample)))
+        _, rows = row_positions(padded, cp_rank=parallel_state.get_context_parallel_rank(), cp_size=cp)
+        local.append(whole[rows])
     if case.bucket is not None:
         local.append(torch.zeros(-sum(map(len, local)) % case.bucket, dtype=torch.int64))
     # A padded batch is [s, b] inside the model, a packed one [total, 1].
@@ -86,7 +85,7 @@ def expected_tokens(case: Case, samples: list[list[int]]) -> Tensor:
 
 @contextmanager
 def entered(chunks: list[Any]) -> Iterator[list[Tensor]]:
-    """Yield the input_ids that the model's first stage really gets."""
+    """Yield the input_ids that enter the model's first stage."""
     seen: list[Tensor] = []
 
     def hook(module: Any, args: Any, kwargs: Any) -> None:
@@ -101,7 +100,7 @@ def entered(chunks: list[Any]) -> Iterator[list[Tensor]]:
 
 
 def step(engine: Any, data: Any, *, forward_only: bool = False) -> dict[str, Any]:
-    """One forward_backward_batch of verl: its output and gradients, and what was seen at the routers."""
+    """Run one forward_backward_batch of verl; return its output, its gradients and the routing maps."""
     for chunk in engine.module:
         chunk.zero_grad(set_to_none=True)
     engine.microbatches.clear()
@@ -119,17 +118,17 @@ def step(engine: Any, data: Any, *, forward_only: bool = False) -> dict[str, Any
 
 
 def judge(case: Case, engine: Any, done: dict[str, Any], routes: dict[int, Tensor]) -> Counter[str]:
-    """Registration every decision that left a router against the routes its token must have.
+    """Compare every decision of the routers with the routes of its token.
 
     Returns:
-        How many forward decisions were replayed and live, and the micro-batches whose tokens entered as they must.
+        Counts of forward decisions, "replayed" and "live", and of micro-batches whose tokens "entered" as expected.
     """
     positions: dict[int, list[Tensor]] = {chunk: [] for chunk in range(len(engine.module))}
     for chunk, samples in done["microbatches"]:
         positions[chunk].append(expected_tokens(case, samples))
     counts: Counter[str] = Counter()
     for tokens, inside in zip(positions[0] if done["inputs"] else [], done["inputs"], strict=True):
-        # Before sequence parallelism; this rank's part of it must be what we expect.
+        # Before sequence parallelism; this rank's part must be the expected one.
         parts = inside.t().reshape(-1).chunk(case.layout.tp_size)
         counts["entered"] += any(torch.equal(part, tokens) for part in parts)
     for chunk, tokens_of_chunk in positions.items():
@@ -152,7 +151,7 @@ def judge(case: Case, engine: Any, done: dict[str, Any], routes: dict[int, Tenso
 
 @contextmanager
 def forced(engine: Any, seen: dict[int, list[Tensor]]) -> Iterator[None]:
-    """Let Megatron's own RouterReplay give each forward the experts that were seen, micro-batch by micro-batch."""
+    """Replay the observed experts by Megatron's own RouterReplay, micro-batch by micro-batch."""
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
     follow.uninstall()  # it refuses a pass that drives Megatron's own replay
@@ -188,14 +187,14 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 
 def change_routers(engine: Any) -> None:
-    """Other router weights, so that no live choice agrees by luck with routes of before."""
+    """Change router weights, so that no live choice agrees by luck with earlier routes."""
     for router in moe_routers(engine.module):
         with torch.no_grad():
             router.weight.copy_(router.weight.flip(0))
 
 
 def r3(case: Case) -> tuple[Counter[str], dict[str, Any]]:
-    """Train on an engine's routes; then verl's own engine on the routes that were seen, to the same bits."""
+    """Train on an engine's routes; then train verl's own engine on the observed routes, to the same bits."""
     engine = case.engine(OurEngine, "R3")
     batch = make_batch(parallel_state.get_data_parallel_rank())
     data = as_verl(batch.padded, enable_routing_replay=True, **case.batching)
@@ -215,7 +214,7 @@ def r3(case: Case) -> tuple[Counter[str], dict[str, Any]]:
 
 
 def r2(case: Case) -> tuple[Counter[str], Counter[str]]:
-    """Record verl's forward for old log-probs, train on other micro-batches with other router weights; then the oracle."""
+    """Record the forward of old log-probs, train on different micro-batches and router weights, and compare as in r3."""
     engine = case.engine(OurEngine, "R2")
     batch = make_batch(parallel_state.get_data_parallel_rank())
     del batch.padded["routed_experts"]
@@ -267,7 +266,7 @@ def r2_of_a_sample_that_ends_in_a_padding_token(case: Case) -> list[float]:
 def refused(
     case: Case, mode: str, damage: Any, flags: dict[str, Any] | None = None, kind: type = OurEngine
 ) -> tuple[str, str]:
-    """Train on a batch that `damage` changed; return the error, which leaves nothing in the routers and in the batch."""
+    """Train on a batch that `damage` changed; return the error, after which no router is registered."""
     engine = case.engine(kind, mode)
     rank = parallel_state.get_data_parallel_rank()
     batch = make_batch(rank)
@@ -282,7 +281,7 @@ def refused(
 
 
 def asked(attack: str) -> None:
-    """Train on long samples whose routes are the model's own but for an attack, and ask its routers."""
+    """Train, with agreement checked, on long samples with the model's own routes and one attack."""
     engine, sizes = Case().engine(OurEngine, "R3"), Sizes(prompts=(100,) * 6, responses=(100,) * 6)
 
     def rollout(tokens: list[Tensor]) -> list[Tensor]:
@@ -292,33 +291,8 @@ def asked(attack: str) -> None:
         step(engine, as_verl(make_batch(0, sizes, rollout).padded, enable_routing_replay=True, **FIXED))
 
 
-def tracked() -> dict[str, float]:
-    """Train, and let verl's worker, trainer and tracker have the metrics; return those of the tracker's file."""
-    case = Case()
-    engine = case.engine(OurEngine, "R3")
-    data = as_verl(make_batch().padded, enable_routing_replay=True, mini_batch_size=len(LENGTHS), **case.batching)
-    with (
-        trainer_imports(str(Path(verl.__file__).parents[1]), ("verl",)),  # for what it imports and is not installed
-        TemporaryDirectory() as folder,
-        mock.patch.dict("os.environ", VERL_FILE_LOGGER_PATH=f"{folder}/metrics.jsonl"),
-    ):
-        from verl.utils.metric import reduce_metrics
-        from verl.utils.py_functional import rename_dict
-        from verl.utils.tracking import Tracking
-        from verl.workers.engine_workers import TrainingWorker
-
-        worker = object.__new__(TrainingWorker)
-        worker.engine, worker.device_name, worker.flops_counter = engine, "cpu", None
-        worker.profiler, engine.train_mode = SimpleNamespace(step=lambda: None), lambda **_: nullcontext()
-        more = {"global_token_num": None, "delta_time": 1.0, "forward_only": False, "images_seqlens": None}
-        worker.train_batch = lambda data: worker._postprocess_output(step(engine, data)["output"], **more)
-        metrics = rename_dict(tu.get(worker.train_mini_batch(data), "metrics"), "actor/")
-        Tracking("project", "experiment", default_backend=["file"]).log(data=reduce_metrics(metrics), step=1)
-        return json.loads(Path(folder, "metrics.jsonl").read_text())["data"]  # type: ignore[no-any-return]
-
-
 def partly_live(case: Case, damage: Any) -> tuple[Counter[str], dict[str, Any]]:
-    """Train on a batch whose tokens that `damage` names have no routes; they are decided by the live router."""
+    """Train on a batch in which the tokens that `damage` returns have no routes and are live."""
     engine = case.engine(OurEngine, "R3")
     batch = make_batch(0)
     lost = damage(batch.padded, 0)

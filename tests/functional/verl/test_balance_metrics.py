@@ -28,11 +28,6 @@ def test_max_vio_is_imbalance_less_one_over_the_response():
     assert metrics["rollout/moe/avg_vio/layer_1"] == pytest.approx((1 + 5 / 3 + 1 / 3 + 1) / 4)
 
 
-def test_verl_counts_the_filler_of_dense_layers():
-    metrics = compute_rollout_moe_load_balance_metrics(ROUTES, RESPONSE_MASK, 4)
-    assert metrics["rollout/moe/max_vio/layer_0"] == metrics["rollout/moe/max_vio/max"] == 3  # all on expert 0 of 4
-
-
 def test_the_ids_of_tokens_are_not_counted_as_experts():
     """The plug-in hooks verl's function: routes with ids give the metrics of routes without."""
     import megatron_router_replay.trainers.verl  # noqa: F401

@@ -161,13 +161,6 @@ def test_routes_that_were_wrong_before_they_came_in_raise(attack, workers_1):
         workers_1.run(cases.asked, attack)
 
 
-def test_metrics_reach_verls_own_tracker(workers_1):
-    (metrics,) = workers_1.run(cases.tracked)
-    workers_1.close()  # its process has stand-ins
-    assert metrics["actor/router_replay/rows_replayed"] == TOKENS - SAMPLES
-    assert metrics["actor/router_replay/replayed_share"] == pytest.approx((TOKENS - SAMPLES) / TOKENS)
-
-
 def test_a_batch_that_is_marked_off_takes_verls_own_path(workers_1):
     for mode in ("R2", "R3"):
         assert workers_1.run(cases.unmarked, Case(), mode) == [[]]

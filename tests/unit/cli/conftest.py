@@ -20,13 +20,11 @@ def folder(tmp_path, monkeypatch):
     mrr.save_trace(trace, "good.safetensors")
     mrr.save_trace(trace._with(topk_indices=trace.topk_indices.roll(1, 0)), "shifted.safetensors")
     mrr.save_trace(trace._with(topk_indices=trace.topk_indices.flip(2)), "reordered.safetensors")
-    mrr.save_trace(make_trace(600, num_experts=8), "other_model.safetensors")
     mrr.save_trace(make_trace(0, layer_numbers=(2, 3, 4), num_experts=16), "no_tokens.safetensors")
     Path("empty.safetensors").touch()
     damaged = bytearray(Path("good.safetensors").read_bytes())
     damaged[-700] ^= 1
     Path("damaged.safetensors").write_bytes(damaged)
-    Path("truncated.safetensors").write_bytes(damaged[:-100])
     Path("text.safetensors").write_text("hello " * 100)
     Path("nothing").mkdir()
     store = TraceStore("store", run="a")

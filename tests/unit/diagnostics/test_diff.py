@@ -62,17 +62,6 @@ def test_the_first_decisions_that_differ_have_experts_and_tokens():
     assert (diff.first_by_layer, diff.first_by_row) == diff.differences
 
 
-def test_a_cell_keeps_its_first_row_across_blocks(monkeypatch):
-    monkeypatch.setattr(source, "BLOCK_BYTES", 1)
-    a = make_trace(40_000, layer_numbers=(1, 2), topk=1)
-    other = a.topk_indices.clone()
-    other[100:, 0] = (other[100:, 0] + 1) % 8
-    diff = mrr.diff_traces(a, a._with(topk_indices=other))
-    assert diff.position_width == 313  # 40,000 positions in at most 128 bins
-    assert [each.row for each in diff.differences][:3] == [100, 313, 626]
-    assert (len(diff.differences), diff.first_by_row.row) == (128, 100)
-
-
 @settings(deadline=None, max_examples=60)
 @given(
     st.integers(1, 9),
@@ -183,10 +172,14 @@ def test_parts_of_two_layouts_compare_by_global_rows():
         mrr.diff_traces([whole, big_trace(seed=1)], whole)
 
 
-def test_files_of_several_blocks_give_the_same_counts(tmp_path, monkeypatch):
-    a = make_trace(20_000, sequence_lengths=[100] * 200, token_ids=torch.arange(20_000))
-    b = make_trace(20_000, token_ids=torch.arange(20_000), seed=5)
+def test_files_of_several_blocks_give_the_same_counts_and_first_rows(tmp_path, monkeypatch):
+    a = make_trace(40_000, layer_numbers=(1, 2), topk=1, token_ids=torch.arange(40_000))
+    routes = a.topk_indices.clone()
+    routes[100:, 0] = (routes[100:, 0] + 1) % 8
+    b = a._with(topk_indices=routes)
     whole = mrr.diff_traces(a, b)
+    assert whole.position_width == 313  # 40,000 positions in at most 128 bins
+    assert [each.row for each in whole.differences][:3] == [100, 313, 626]
     mrr.save_trace(a, tmp_path / "a.safetensors")
     mrr.save_trace(b, tmp_path / "b.safetensors")
     monkeypatch.setattr(source, "BLOCK_BYTES", 1)
@@ -197,7 +190,7 @@ def test_files_of_several_blocks_give_the_same_counts(tmp_path, monkeypatch):
     nowhere = {"origin_a": "", "origin_b": ""}
     assert found.to_dict() | nowhere == whole.to_dict() | nowhere
     assert found.differences == whole.differences
-    assert seen == [(16384, 20000), (20000, 20000)]
+    assert seen == [(16384, 40000), (32768, 40000), (40000, 40000)]
 
 
 def test_folders_of_a_store_and_of_loose_files(tmp_path):

@@ -20,9 +20,7 @@ def test_mismatch_of_two_tokens_by_hand():
     assert found.abs_difference == pytest.approx((math.log(3) + math.log(2)) / 2)
     ratios = torch.tensor([2.1, 1.9, 1 / 1.9, 1 / 2.1], dtype=torch.float64).log()
     assert logprob_mismatch(ratios - 3, torch.full((4,), -3.0)).ratio_above_2 == 0.5
-
-
-def test_k3_keeps_its_digits_where_the_two_nearly_agree():
+    # k3 keeps its digits where the two nearly agree.
     engine = torch.full((1000,), -1.0, dtype=torch.float64)
     assert logprob_mismatch(engine + 1e-7, engine).k3 == pytest.approx(0.5e-14, rel=1e-3)
 

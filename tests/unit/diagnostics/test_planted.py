@@ -6,6 +6,7 @@ logits until a share of decisions names a different set.
 
 import os
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
 import pytest
@@ -50,28 +51,31 @@ def logits_of(num_layers, num_experts, seed=0):
     return ((hidden + context) @ weights + popularity).transpose(0, 1)
 
 
-def noisy_pair(shares, topk, num_experts, num_layers=8):
-    logits = logits_of(num_layers, num_experts)
+@cache
+def noisy_routes(shares, topk, num_experts):
+    """Return the routes of both runs; noise in each layer changes this share of its decisions."""
+    logits = logits_of(len(shares), num_experts)
     noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(9))
     a = logits.topk(topk, dim=2).indices
     b = a.clone()
-    for layer, share in enumerate(shares if isinstance(shares, list) else [shares] * num_layers):
+    for layer, share in enumerate(shares):
         low, high = 0.0, 8.0
         for _ in range(14):
             middle = (low + high) / 2
             b[:, layer] = (logits[:, layer] + middle * noise[:, layer]).topk(topk, dim=1).indices
             changed = (b[:, layer].sort(dim=1).values != a[:, layer].sort(dim=1).values).any(dim=1).double().mean()
             low, high = (middle, high) if changed < share else (low, middle)
-    return Pair(a=a, b=b, num_experts=num_experts)
+    return a, b
+
+
+def noisy_pair(shares, topk, num_experts):
+    shares = tuple(shares) if isinstance(shares, list) else (shares,) * 8
+    a, b = noisy_routes(shares, topk, num_experts)
+    return Pair(a=a.clone(), b=b.clone(), num_experts=num_experts)
 
 
 def sample(index):
     return slice(STARTS[index], STARTS[index + 1])
-
-
-def shift_sample(pair):
-    rows = sample(4)
-    pair.b[rows.start + 1 : rows.stop] = pair.b[rows.start : rows.stop - 1].clone()
 
 
 def shift_a_layer_from_a_row_on(pair):
@@ -130,7 +134,6 @@ def lose_routes(pair):
 ALL = tuple(LAYERS)
 FAULTS = {
     # The fact's kind, layers, first and last row, and words.
-    shift_sample: ("row", ALL, (349, 498), "(sample 4, from position 1) of b match a's rows 348..497 (1 row earlier)"),
     shift_a_layer_from_a_row_on: ("row", (5,), (502, 988), "match a's rows 500..986 (2 rows earlier), in layer 5:"),
     lose_a_chunk: ("row", ALL, (708, 808), "(sample 7, from position 25) of b match a's rows 715..815 (7 rows later)"),
     samples_change_places: ("sample_order", ALL, (166, 594), "samples 2 and 5 of b changed places, in all layers:"),
@@ -188,12 +191,11 @@ def test_layers_under_other_numbers_match_those_of_a_also_where_a_has_no_such_nu
 def test_of_a_long_trace_the_rows_that_differ_most_are_searched(monkeypatch):
     monkeypatch.setattr("megatron_router_replay.diagnostics.facts.MAX_ROWS", 400)
     pair = noisy_pair(0.02, 4, 32)
-    copy_a_sample(pair)
-    shift_sample(pair)
+    copy_a_sample(pair)  # rows 70 to 165; rows 312 to 711 are searched
+    pair.b[STARTS[4] + 1 : STARTS[5]] = pair.b[STARTS[4] : STARTS[5] - 1].clone()
     (fact,) = pair.diff().facts
-    assert fact.text.startswith(
-        "rows 349..498 (sample 4, from position 1) of b match a's rows 348..497 (1 row earlier)"
-    )
+    words = "rows 349..498 (sample 4, from position 1) of b match a's rows 348..497 (1 row earlier), in all layers: "
+    assert fact.text.startswith(words)
     assert fact.text.endswith(" decisions that were read.")
 
 
@@ -202,3 +204,11 @@ def test_a_few_rows_are_no_fact(rows, stated):
     pair = noisy_pair(0.0, 4, 32)
     pair.b[100 : 100 + rows] = pair.a[101 : 101 + rows]
     assert [fact.rows for fact in pair.diff().facts] == stated
+
+
+def test_decisions_that_share_half_of_their_experts_are_not_near():
+    pair, rows = noisy_pair(0.0, 2, 8), torch.arange(989)
+    pair.a[:, 4] = torch.stack([rows % 4, (rows + 1) % 4], dim=1)
+    pair.b[:, 4] = torch.stack([rows % 4, 4 + rows % 3], dim=1)
+    (fact,) = pair.diff().facts
+    assert (fact.kind, fact.layer_numbers, fact.decisions) == ("nothing", (6,), 989)
