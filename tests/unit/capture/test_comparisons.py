@@ -128,6 +128,17 @@ def test_a_second_forward_in_an_announced_one_is_refused(model, capturer):
         capturer.finish(0, [5, 6, 7, 9])
 
 
+def test_a_router_may_return_ids_by_sequence():
+    site = echo_site()
+    capturer = Capturer(routers=[site], max_num_tokens=8)
+    for name in "ab":
+        capturer.add_request(name, num_prompt_tokens=2)
+    with capturer.forward(["a", "b"], [[0, 1], [0, 1]]):
+        site.module(torch.tensor([[[1, 2], [3, 4]], [[5, 6], [7, 0]]]))  # [batch, length, topk]
+    assert routes_of(capturer, "a", 3) == [[[1, 2]], [[3, 4]]]
+    assert routes_of(capturer, "b", 3) == [[[5, 6]], [[7, 0]]]
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_routes_are_those_of_the_router_whatever_is_done_to_its_output(mode):
     """A remapping to physical experts, in place. The ids are copied where the router returns them."""

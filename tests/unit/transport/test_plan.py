@@ -67,6 +67,7 @@ def test_a_place_gets_its_samples_in_its_stages_layers_and_copies_share_a_part()
     assert (second.runs, second.format.layer_numbers, second.nbytes) == (first.runs, (3,), 40 * (1 * 8 + 1))
     assert (other.runs, other.sequence_lengths) == (((10, 30),), (20,))
     assert all(plan[Place(1, 0, cp, tp).first_copy] is other for cp in range(2) for tp in range(2))
+    assert layout.num_copies == 4
 
 
 def part_of(lengths: tuple[int, ...], samples: list[int]) -> Part:
