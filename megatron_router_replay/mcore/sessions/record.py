@@ -16,7 +16,7 @@ from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.batches.follow import number_tokens
 from megatron_router_replay.mcore.batches.inputs import ForwardInputs, TokenReader
 from megatron_router_replay.mcore.batches.queue import Microbatch
-from megatron_router_replay.mcore.batches.rows import RowInputs, check_padding, count_rows
+from megatron_router_replay.mcore.batches.rows import RowInputs, check_padding
 from megatron_router_replay.mcore.batches.segments import Partition
 from megatron_router_replay.mcore.core.streams import current_stream
 from megatron_router_replay.mcore.model.find import Models, unwrap
@@ -80,7 +80,8 @@ class RecordedRoutes(Strategy):
                 "MRR406: rows were given for this forward and none before, so the recording numbered those tokens itself. "
                 "Give rows for all forwards of a recording, or for none."
             )
-        check_padding(inputs.rows >= 0, inputs.padding, self.checks.check)
+        check_padding(inputs, self.checks.check)
+        self.checks.check_range(inputs.rows, _MAX_ROWS)
         microbatch = self._lay_out(chunk, inputs)
         if inputs.rows.numel():
             # Of the whole batch: this rank may route a part of it. Last, because rows that were refused lengthen no trace.
@@ -100,16 +101,14 @@ class RecordedRoutes(Strategy):
 
     def _lay_out(self, chunk: Chunk, inputs: RowInputs, lengths: Tensor | None = None) -> Microbatch:
         rows = inputs.rows
-        self.checks.check_range(rows, _MAX_ROWS)
         router_rows = chunk.router_view(rows)
-        padding = None if inputs.padding is None else chunk.router_view(inputs.padding)
-        counts = count_rows(router_rows.numel(), None, padding)
-        counts["live"] = counts["rows"] - counts["padding"]
+        num_rows = router_rows.numel()
+        num_padding = 0 if inputs.padding is None else chunk.router_view(inputs.padding).sum()
         shape = rows.shape[0], rows.shape[1]
         return Microbatch(
             shape=chunk.router_shape(shape),
             batch_shape=shape,
-            counts=counts,
+            counts={"rows": num_rows, "live": num_rows - num_padding, "padding": num_padding},
             num_routers=len(chunk.replayed_routers),
             rows=router_rows,
             token_ids=inputs.token_ids,
