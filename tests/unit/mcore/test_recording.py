@@ -8,8 +8,10 @@ from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceEr
 from megatron_router_replay.mcore.core.hooks import sources_of
 from tests.unit.mcore.tiny_chunk import (
     EXPERTS,
+    HIDDEN,
     ROWS,
     Chunk,
+    as_map,
     disturb,
     random_trace,
     reentrant,
@@ -100,6 +102,28 @@ def test_rows_that_were_not_recorded_are_no_routes_and_the_length_may_be_given()
     assert recording.trace(num_tokens=8).num_tokens == 8
     with pytest.raises(TraceError, match="cannot return 7 rows: row 7 was recorded"):
         recording.trace(num_tokens=7)
+
+
+class Wide(Chunk):
+    """300 experts, more than a byte can name; its one layer routes, and has no experts."""
+
+    def __init__(self):
+        super().__init__(1, num_moe_experts=300)
+        self.routers[0].weight.data = torch.randn(300, HIDDEN, generator=torch.Generator().manual_seed(0))
+        self.routers[0].weight.data[256:] *= 3
+
+    def forward(self, input_ids, number=0):
+        hidden = self.embedding[input_ids.t()]
+        return hidden, self.layers[0].route(hidden)
+
+
+def test_experts_above_255_are_recorded():
+    chunk, maps = Wide(), []
+    chunk.routers[0].register_forward_hook(lambda router, args, output: maps.append(output[1]))
+    trace = recorded(chunk, ROWS).trace()
+    (used,) = maps
+    assert used[:, 256:].any()
+    assert torch.equal(as_map(trace.layer(1), 300), used.view(4, 2, 300).transpose(0, 1).reshape(8, 300))
 
 
 def test_a_recording_of_nothing_and_a_stage_without_moe_layers_are_traces():
