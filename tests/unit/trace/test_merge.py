@@ -84,7 +84,8 @@ def test_another_set_of_experts_for_the_same_token_names_parts_row_and_layer(mon
     wrong = trace.topk_indices.clone()
     wrong[17, 2] = torch.tensor(sorted({0, 1, 2, 3} - set(trace.topk_indices[17, 2].tolist()))[:2])
     other = RoutingTrace(topk_indices=wrong, layer_numbers=LAYERS, num_experts=8)
-    parts = [part_of(trace, [0, 13], LAYERS, num_tokens=20), trace, trace, part_of(other, range(20), (5, 8))]
+    # Part 0 ends before row 17.
+    parts = [part_of(trace, [0, 13], LAYERS, num_tokens=17), trace, trace, part_of(other, range(20), (5, 8))]
     with pytest.raises(
         TraceError, match=r"part 1 and part 3 disagree on row 17, layer 5: .* \(1 such rows in layers \[5\]\)"
     ):
