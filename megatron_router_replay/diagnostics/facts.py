@@ -259,8 +259,9 @@ class _Search:
         sources = self.samples_a.of_rows(np.arange(len(offsets)) + offsets + self.first)
         moved: dict[int, int] = {}
         rows: list[Array] = []
-        for source in np.unique(sources[taken]).tolist():
-            of_source = np.flatnonzero((offsets != 0) & (sources == source))
+        # A sample of a may lie in several places of b, each with an offset of its own.
+        for source, offset in np.unique(np.stack([sources[taken], offsets[taken]]), axis=1).T.tolist():
+            of_source = np.flatnonzero((offsets == offset) & (sources == source))
             if 2 * each.fitting[of_source].mean() >= 1:
                 place = self.samples.at(self.first + int(of_source[0] + of_source[-1]) // 2)
                 moved |= {place: source} if place != source else {}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Unpack
+from typing import Any, Unpack
 
 from megatron_router_replay.engines.model_info import ModelLike, as_model_info
 from megatron_router_replay.engines.options import DecodeOptions, SampleOptions, refuse_withdrawn
 from megatron_router_replay.engines.payload import Array, Source, as_array
-from megatron_router_replay.engines.reader import Reply, StatedCount, refuse_non_reply
+from megatron_router_replay.engines.reader import Reply, refuse_non_reply
 from megatron_router_replay.engines.rows import RowLayout, SampleRows, all_layers, build_trace
 from megatron_router_replay.engines.tokens import resolve_tokens
 from megatron_router_replay.errors import PayloadError
@@ -23,8 +23,7 @@ def decode(
     model: ModelLike,
     axes: Sequence[str],
     layer_numbers: Sequence[int] | None = None,
-    num_prompt_tokens: int | None = None,
-    last_token_routed: bool | None = None,
+    last_token_routed: bool = False,
     **options: Unpack[SampleOptions],
 ) -> RoutingTrace:
     """Return the routes of a sample from an array with named axes.
@@ -35,9 +34,8 @@ def decode(
             1 may be named "batch" or "".
         layer_numbers: Megatron's layer_number of each entry of the layer axis; entries of dense layers must be filler
             (0 or -1). None: all hidden layers.
-        num_prompt_tokens: the token at which the generation begins, compared with the ids.
-        last_token_routed: whether a row of the last token, S - start rows in all, is a route (True, of a full forward) or
-            padding (False). None: an engine's array has no such row, and one too many is refused.
+        last_token_routed: whether the array may have a row of the last token, S - start rows in all, as a full forward has.
+            An engine's array has none, and one too many is refused.
         model, options: as for every engine, see `engines.DecodeOptions`.
 
     Returns:
@@ -49,9 +47,7 @@ def decode(
     refuse_withdrawn(options)
     refuse_non_reply(result, "array")
     info, sample = as_model_info(model), DecodeOptions(**options)
-    # The caller's border is compared with the token ids as if a reply had stated it.
-    border = () if num_prompt_tokens is None else (StatedCount("num_prompt_tokens", "prompt", num_prompt_tokens),)
-    tokens = resolve_tokens(Reply(source=_SOURCE, counts=border), sample)
+    tokens = resolve_tokens(Reply(source=_SOURCE), sample)
     array = _token_major(as_array(result, source=_SOURCE), axes)
     numbers = all_layers(info) if layer_numbers is None else list(layer_numbers)
     if layer_numbers is not None and (len(numbers) != array.shape[1] or len(set(numbers)) != len(numbers)):
@@ -60,10 +56,7 @@ def decode(
         )
     if missing := [number for number in info.moe_layer_numbers if number not in numbers]:
         raise _SOURCE.error(f"MRR302: has no routes of the MoE layers {missing}.")
-    last_row: Literal["none", "route", "padding"] = "none"
-    if last_token_routed is not None:
-        last_row = "route" if last_token_routed else "padding"
-    layout = RowLayout(parts=(array,), layer_numbers=numbers, last_row=last_row)
+    layout = RowLayout(parts=(array,), layer_numbers=numbers, last_row="route" if last_token_routed else "none")
     return build_trace([SampleRows(source=_SOURCE, layout=layout, tokens=tokens, options=sample)], model=info)
 
 

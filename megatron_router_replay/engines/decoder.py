@@ -26,7 +26,7 @@ from megatron_router_replay.engines.tokens import SampleTokens, resolve_tokens
 from megatron_router_replay.errors import PayloadError
 from megatron_router_replay.trace import RoutingTrace
 
-LayRows = Callable[[Reply, ModelRoutingInfo, SampleTokens, DecodeOptions], RowLayout]
+LayRows = Callable[[Reply, ModelRoutingInfo, SampleTokens], RowLayout]
 """Reads the arrays of a reply that has routes; returns them with their layers and legal last row."""
 
 
@@ -44,9 +44,7 @@ class Decoder(ReplyReader):
     setup: str = ""
     corrected: Callable[[Reply, ModelRoutingInfo], Reply] = lambda reply, model: reply
 
-    def decode(
-        self, result: Any, *, model: ModelLike, choice: int | None = None, **options: Unpack[SampleOptions]
-    ) -> RoutingTrace:
+    def decode(self, result: Any, *, model: ModelLike, **options: Unpack[SampleOptions]) -> RoutingTrace:
         """Return the routes of a sample, a row for each of its S tokens.
 
         The last row, and those before `start`, have no route.
@@ -55,7 +53,6 @@ class Decoder(ReplyReader):
             result: a reply of the engine in any form that its file in `engines/decoders` lists, or the list of all chunks
                 of a stream.
             model: ModelRoutingInfo, or the Hugging Face config as a dict, object or path.
-            choice: the index of the choice to take of several.
             options: token_ids, start and the other fields of `engines.DecodeOptions`.
 
         Returns:
@@ -66,16 +63,8 @@ class Decoder(ReplyReader):
                 disagree with the tokens; there are several samples.
         """
         refuse_withdrawn(options)
-        info, replies = as_model_info(model), self.read(result)
-        if choice is None and len(replies) != 1:
-            raise PayloadError(
-                f"MRR312: {self.title}: the response has {len(replies)} choices, decode reads one: pass choice=... or use "
-                "decode_batch."
-            )
-        # True would be choice 1.
-        if choice is not None and (isinstance(choice, bool) or not 0 <= choice < len(replies)):
-            raise PayloadError(f"MRR312: {self.title}: choice={choice!r} of a response with {len(replies)} choices.")
-        return build_trace([self.sample(replies[choice or 0], DecodeOptions(**options), info)], model=info)
+        info, reply = as_model_info(model), self.read_one(result)
+        return build_trace([self.sample(reply, DecodeOptions(**options), info)], model=info)
 
     def decode_batch(
         self,
@@ -132,6 +121,15 @@ class Decoder(ReplyReader):
             samples.append(self.sample(reply, DecodeOptions(**own, **options), info))
         return build_trace(samples, model=info)
 
+    def read_one(self, result: Any) -> Reply:
+        """Return the only generated sequence of a result; raise PayloadError if it has several choices."""
+        first, *others = self.read(result)
+        if others:
+            raise PayloadError(
+                f"MRR312: {self.title}: the response has {1 + len(others)} choices, expected one: decode_batch reads several."
+            )
+        return first
+
     def _read_all(self, results: Any) -> list[Reply]:
         if not isinstance(results, (list, tuple)):
             return self.read(results)
@@ -149,14 +147,13 @@ class Decoder(ReplyReader):
         if not has_routes and not reply.aborted:
             raise reply.source.error(lost)
         reply = self.corrected(reply, model)
-        # Tokens come before rows: a text of routes is bounded by their number before it is decoded.
         tokens = resolve_tokens(reply, options)
         # An aborted request that had generated tokens had routes for them.
         may_be_empty = reply.aborted and tokens.nothing_generated
         if not has_routes and not may_be_empty:
             raise reply.source.error(lost)
         none = RowLayout(parts=(), layer_numbers=model.moe_layer_numbers)
-        layout = self.rows(reply, model, tokens, options) if has_routes else none
+        layout = self.rows(reply, model, tokens) if has_routes else none
         return SampleRows(source=reply.source, layout=layout, tokens=tokens, options=options, may_be_empty=may_be_empty)
 
 

@@ -43,20 +43,18 @@ class ModelRoutingInfo:
         numbers = tuple(self.moe_layer_numbers)
         for name in ("num_layers", "num_experts", "topk"):
             as_integer(f"{name} of the model", getattr(self, name), error=PayloadError)
-        if not 1 <= self.num_layers <= 65536 or not 1 <= self.num_experts <= 32768:
+        if not 1 <= self.num_layers <= 65536 or not 1 <= self.topk <= self.num_experts <= 32768:
             raise PayloadError(
-                f"MRR303: cannot describe a model of num_layers={self.num_layers}, num_experts={self.num_experts}: expected "
-                "1..65536 and 1..32768."
-            )
-        if not 1 <= self.topk <= self.num_experts:
-            raise PayloadError(f"MRR303: topk={self.topk} of the model must lie in 1..num_experts={self.num_experts}.")
-        if list(numbers) != sorted(set(numbers)) or (numbers and not 1 <= numbers[0] <= numbers[-1] <= self.num_layers):
-            raise PayloadError(
-                f"MRR303: moe_layer_numbers must increase within 1..num_layers={self.num_layers}, got {list(numbers)}."
+                f"MRR303: cannot describe a model of num_layers={self.num_layers}, topk={self.topk} of num_experts="
+                f"{self.num_experts}: expected 1..65536 layers, and topk of at most 32768 experts."
             )
         if not numbers:
             raise PayloadError(
                 "MRR303: the model has no layer with routed experts: it is dense and has no routes to replay."
+            )
+        if list(numbers) != sorted(set(numbers)) or not 1 <= numbers[0] <= numbers[-1] <= self.num_layers:
+            raise PayloadError(
+                f"MRR303: moe_layer_numbers must increase within 1..num_layers={self.num_layers}, got {list(numbers)}."
             )
         object.__setattr__(self, "moe_layer_numbers", numbers)
 

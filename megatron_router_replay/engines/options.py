@@ -33,9 +33,6 @@ class DecodeOptions:
             `routed_experts_start_len` (SGLang). Compared with the start that the reply states, and not needed then.
         missing: the treatment of rows that are there without a route: -1, or an expert twice. "raise", or "live": the
             live router decides these tokens, and the log counts them.
-        allow_surplus_rows: drop up to 8 rows after the last token (speculative decoding that ran past a stop: vLLM 0.22
-            to 0.31, SGLang up to 0.5.12) instead of refusing them. A lost token then cannot be detected any more. SGLang's
-            bytes have no shape, so they are refused where they fit a different number of layers as well.
         weight_version: of the weights that chose the routes, stored with every token; a mapping gives the number of each
             version that the reply names. A reply that names integers is stamped without it.
         sample_id: stored in the trace.
@@ -49,7 +46,6 @@ class DecodeOptions:
     num_tokens: int | None = None
     start: int = 0
     missing: Missing = "raise"
-    allow_surplus_rows: bool = False
     weight_version: WeightVersion | None = None
     sample_id: str | None = None
 
@@ -64,7 +60,6 @@ class SharedOptions(TypedDict, total=False):
     """The fields of `DecodeOptions` that are the same for all samples of a batch."""
 
     missing: Missing
-    allow_surplus_rows: bool
     weight_version: WeightVersion | None
 
 
@@ -80,7 +75,10 @@ class SampleOptions(SharedOptions, total=False):
 
 _WITHDRAWN = {
     "allocate": "the trace allocates its memory.",
+    "allow_surplus_rows": "upgrade the engine, or decode an array without the rows after the last token but one.",
+    "choice": "decode_batch reads all choices of a response, and trace.samples() lists them.",
     "ignore_before": "join_prefill_decode joins the replies of a prefill and a decode server.",
+    "num_prompt_tokens": "prompt_token_ids= is compared with the ids.",
 }
 
 

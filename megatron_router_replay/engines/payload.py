@@ -1,7 +1,6 @@
 """The wire formats of routed experts -> numpy arrays, without trusting a byte of them.
 
-A text or a dict larger than its tokens can need is refused before it is decoded. Arrays are returned as sent, in their own
-narrow dtype and without a copy where the format allows; `rows` checks them.
+Arrays are returned as sent, in their own narrow dtype and without a copy where the format allows; `rows` checks them.
 
 - base64 of a `.npy` file, version 1.0, one integer array [rows, layers, topk] (vLLM 0.22 and later);
 - base64 of raw little-endian int32 in C order, without a shape (SGLang, sglang-jax);
@@ -50,18 +49,12 @@ class Source:
         return PayloadError(f"{self}: {text}")
 
 
-def decode_base64(text: str | bytes, *, source: Source, max_bytes: int) -> bytes:
-    """Return the bytes of a base64 string; its size is checked before anything is allocated.
+def decode_base64(text: str | bytes, *, source: Source) -> bytes:
+    """Return the bytes of a base64 text.
 
     Raises:
-        PayloadError: longer than `max_bytes` allows, or not base64.
+        PayloadError: not base64.
     """
-    most = 4 * (max_bytes // 3 + 1)  # four characters for three bytes
-    if len(text) > most:
-        raise source.error(
-            f"MRR305: {len(text)} base64 characters, at most {most} can belong to these tokens. "
-            "Are the token ids those of this sample, and the model's layers and topk right?"
-        )
     try:
         return decode_strictly(text)
     except ValueError as error:
@@ -114,7 +107,7 @@ def is_tensor(value: Any) -> bool:
     return isinstance(value, Mapping) and {"data", "shape"} <= set(value)
 
 
-def parse_tensor(value: Mapping[str, Any], *, source: Source, max_bytes: int) -> tuple[Array, int | None]:
+def parse_tensor(value: Mapping[str, Any], *, source: Source) -> tuple[Array, int | None]:
     """Return the array [rows, layers, topk] of a dict of bytes, and the token of its first row or None.
 
     Raises:
@@ -130,7 +123,7 @@ def parse_tensor(value: Mapping[str, Any], *, source: Source, max_bytes: int) ->
     if len(sizes) != 3 or not all(type(size) is int and 0 <= size < 10**12 for size in sizes):
         raise source.error(f"MRR310: has the shape {shown(shape)}, expected [rows, layers, topk].")
     if isinstance(data, str):
-        data = decode_base64(data, source=source, max_bytes=max_bytes)
+        data = decode_base64(data, source=source)
     if not isinstance(data, (bytes, bytearray, memoryview)):
         raise source.error(f"MRR310: data is {type(data).__name__}, expected base64 or bytes.")
     raw, dtype = bytes(data), np.dtype(name).newbyteorder("<")

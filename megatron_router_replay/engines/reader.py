@@ -24,12 +24,6 @@ from megatron_router_replay.errors import PayloadError
 
 Kind = Literal["prompt", "output", "all"]
 
-Holders = Mapping[str, Any]
-"""The objects that have fields of a choice or a response: itself and those of `_INSIDE`, by name."""
-
-MAX_COUNT = 1 << 48
-"""No response counts so many tokens; integers of thousands of digits cannot even be written into a message."""
-
 _USAGE: Mapping[str, Kind] = {"prompt_tokens": "prompt", "completion_tokens": "output", "total_tokens": "all"}
 
 _INSIDE = ("message", "meta_info", "sglext", "metadata")
@@ -74,6 +68,38 @@ class Reply:
         return self.fields.get(name)
 
 
+class Part:
+    """A choice, a chunk of one, or the response around it, with the fields of the objects in `_INSIDE`."""
+
+    def __init__(self, item: Any) -> None:
+        inner = {name: get_field(item, name) for name in _INSIDE}
+        self.holders = {"the choice": item} | {name: value for name, value in inner.items() if value is not None}
+
+    def values(self, names: Iterable[str], absent: Any = None) -> list[Any]:
+        """Return the values of a field, at most one for each object; those that are `absent` are left out."""
+        found = (
+            next((value for name in names if (value := get_field(holder, name, absent)) is not absent), absent)
+            for holder in self.holders.values()
+        )
+        return [value for value in found if value is not absent]
+
+    def counts(self, names: Mapping[str, Kind], source: Source) -> list[StatedCount]:
+        """Return the counts of all its objects; see `read_counts`."""
+        pairs = self.holders.items() if names else ()
+        return [count for name, holder in pairs for count in read_counts(holder, names, prefix=name, source=source)]
+
+    @property
+    def request(self) -> Any:
+        """The id of its request, or None."""
+        return first_known(self.values(("request_id", "id")))
+
+    @property
+    def finish_reason(self) -> Any:
+        """The reason of its end: None if it has not ended, "" if it has no such field."""
+        reasons = self.values(("finish_reason",), _ABSENT)
+        return first_known(reasons) if reasons else ""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ReplyReader:
     """The table of an engine's fields, which reads its results.
@@ -113,35 +139,31 @@ class ReplyReader:
                 "MRR311: is a list of replies, and this engine streams no routes: send the request without stream, and pass "
                 "several results to decode_batch."
             )
-        choices = _choices(chunks, source)
+        streams = _choices(chunks, source)
         # Usage, and SGLang's routes and ids, come with the last chunks of a stream, so these are first.
-        responses = [_holders(chunk) for chunk in reversed(chunks) if _items(chunk) is not _ABSENT]
-        response = [holder for each in responses for holder in each.values()]
-        if len(choices) > 1:
-            self._check_shared(choices, response, source)
-        return [self._reply(parts, index, len(choices), response, source) for index, parts in enumerate(choices)]
+        response = [Part(chunk) for chunk in reversed(chunks) if _items(chunk) is not _ABSENT]
+        if len(streams) > 1:
+            self._check_shared([parts[-1] for parts in streams], response, source)
+        return [self._reply(parts, index, len(streams), response, source) for index, parts in enumerate(streams)]
 
     def _is_reply(self, item: Any) -> bool:
         if isinstance(item, Mapping):
             return not is_tensor(item)
         return any(hasattr(item, name) for name in ("choices", "outputs", *self.fields["routed_experts"]))
 
-    def _values(self, name: str, holders: Iterable[Any]) -> list[Any]:
-        """Return the values of a field, at most one for each object."""
-        values = (first_known(get_field(holder, known) for known in self.fields[name]) for holder in holders)
-        return [value for value in values if value is not None]
+    def _values(self, name: str, parts: Iterable[Part]) -> list[Any]:
+        return [value for part in parts for value in part.values(self.fields.get(name, ()))]
 
-    def _check_shared(self, choices: Sequence[Sequence[Holders]], response: Sequence[Any], source: Source) -> None:
+    def _check_shared(self, choices: Sequence[Part], response: Sequence[Part], source: Source) -> None:
         """Raise if the routes of a response are not those of all its choices."""
-        last = [parts[-1].values() for parts in choices]
-        if self._values("routed_experts", response) and not any(self._values("routed_experts", each) for each in last):
+        if self._values("routed_experts", response) and not self._values("routed_experts", choices):
             raise source.error(
                 f"MRR312: with {len(choices)} choices it has the routes of the first result only; the rest are lost. "
                 f"{self.keep_all} Is this a reply of another engine?"
             )
-        if "prompt_routed_experts" in self.fields and self._values("prompt_routed_experts", response):
+        if self._values("prompt_routed_experts", response):
             # Without ids, n samples of a prompt look like a sample of each of n prompts.
-            ids = [value for each in last for value in self._values("prompt_token_ids", each)[:1]]
+            ids = [value for choice in choices for value in self._values("prompt_token_ids", [choice])[:1]]
             if len(ids) < len(choices) or len({as_token_ids(each, source=source).tobytes() for each in ids}) > 1:
                 raise source.error(
                     "MRR302: it has the prompt's routes for the first prompt of a request only, and not all choices are "
@@ -149,20 +171,19 @@ class ReplyReader:
                 )
 
     def _reply(
-        self, parts: Sequence[Holders], index: int, num_choices: int, response: Sequence[Any], source: Source
+        self, parts: Sequence[Part], index: int, num_choices: int, response: Sequence[Part], source: Source
     ) -> Reply:
         """Return the reply of a choice.
 
         Args:
             parts: the chunks of its stream, or the complete choice.
-            response: the objects that may have fields of its response; () if there is none.
+            response: the parts that may have fields of its response; () if there is none.
         """
-        request = _request([*parts[-1].values(), *response])
+        request = first_known(part.request for part in (parts[-1], *response))
         labels = [f"choice {index}"] if num_choices > 1 else []
         labels += [f"request {str(request)[:60]}"] if isinstance(request, str) or is_count(request) else []
         source = replace(source, sample=", ".join(labels))
-        # The last chunk comes first: it has the counts and the spans of all the output.
-        own = [holder for part in reversed(parts) for holder in part.values()]
+        own = parts[::-1]  # the last chunk comes first: it has the counts and the spans of all the output
         # A field of a response with several choices may be any choice's, unless it is of their prompt.
         known = [*own, *response] if num_choices == 1 else own
         fields = {
@@ -182,30 +203,24 @@ class ReplyReader:
         outputs = self._output_ids(parts, source) if len(parts) == 1 or routes else []
         outputs += self._listed_ids(response, index, num_choices, source)
         fields["output_token_ids"] = self._agreed_ids("output_token_ids", outputs, source)
-        counts = [count for part in parts[:-1] for count in self._counts(part, source) if count.kind == "prompt"]
-        counts += self._counts(parts[-1], source)
-        reason = _finish_reason(parts[-1])
+        counts = [count for part in parts for count in part.counts(self.counts, source)]
+        # The chunks before the last one count the output so far.
+        counts = [count for count in counts if count.kind == "prompt"] + parts[-1].counts(self.counts, source)
+        reason = parts[-1].finish_reason
         if isinstance(reason, Mapping):  # SGLang: {"type": "length", "length": 16}
             counts += read_counts(reason, {"length": "output"}, prefix="finish_reason", source=source)
             reason = reason.get("type")
         if num_choices == 1:  # the usage of several choices is a sum, which counts none of them
-            usage = first_known(get_field(holder, "usage") for holder in response)
+            usage = first_known(value for part in response for value in part.values(("usage",)))
             counts += read_counts(usage, _USAGE, prefix="usage", source=source)
         aborted = isinstance(reason, str) and reason == "abort"
         return Reply(source=source, fields=fields, aborted=aborted, counts=tuple(counts))
 
-    def _counts(self, part: Holders, source: Source) -> list[StatedCount]:
-        return [
-            count
-            for name, holder in part.items()
-            for count in read_counts(holder, self.counts, prefix=name, source=source)
-        ]
-
-    def _output_ids(self, parts: Sequence[Holders], source: Source) -> list[Any]:
+    def _output_ids(self, parts: Sequence[Part], source: Source) -> list[Any]:
         """Return the lists of output ids that a choice has, or the one list that its chunks make."""
         if len(parts) == 1:
-            return self._values("output_token_ids", parts[0].values())
-        ids = [first_known(self._values("output_token_ids", part.values())) for part in parts]
+            return self._values("output_token_ids", parts)
+        ids = [first_known(self._values("output_token_ids", [part])) for part in parts]
         if all(value is None for value in ids):
             return []
         for i, value in enumerate(ids):
@@ -214,7 +229,8 @@ class ReplyReader:
                     f"MRR311: chunk {i} of the stream has the ids {shown(value)} and others have a list: it is broken."
                 )
         if "output" in self.counts.values():
-            stated = [first_known(c.value for c in self._counts(part, source) if c.kind == "output") for part in parts]
+            counts = [part.counts(self.counts, source) for part in parts]
+            stated = [first_known(count.value for count in each if count.kind == "output") for each in counts]
             # The last chunk of a stream that repeats itself has all ids of the earlier ones.
             if stated[-1] == len(ids[-1]):
                 return [list(ids[-1])]
@@ -226,7 +242,7 @@ class ReplyReader:
                 )
         return [[token for value in ids for token in value]]
 
-    def _listed_ids(self, response: Sequence[Any], index: int, num_choices: int, source: Source) -> list[Any]:
+    def _listed_ids(self, response: Sequence[Part], index: int, num_choices: int, source: Source) -> list[Any]:
         """Return the output ids of a choice in the lists that a response has for all choices, as SGLang's `sglext`."""
         lists = self._values("output_token_ids", response)
         for value in lists:
@@ -238,37 +254,34 @@ class ReplyReader:
     def _agreed_ids(self, name: str, values: Sequence[Any], source: Source) -> Any:
         """Return ids that must be the same in all places that have them; None where no place has them."""
         values = [self.unwrap(value, source) for value in values]
-        for value in values[1:]:
-            first, second = (as_token_ids(each, source=source) for each in (values[0], value))
-            if not np.array_equal(first, second):
-                raise source.error(
-                    f"MRR311: states different {name}, of {len(second)} and {len(first)} ids: is a chunk of another request?"
-                )
-        return values[0] if values else None
+        if len(values) > 1:
+            first, *others = [as_token_ids(value, source=source) for value in values]
+            if not all(np.array_equal(first, other) for other in others):
+                raise source.error(f"MRR311: states different {name}: is a chunk of another request?")
+        return first_known(values)
 
 
-def _choices(chunks: Sequence[Any], source: Source) -> list[list[Holders]]:
+def _choices(chunks: Sequence[Any], source: Source) -> list[list[Part]]:
     """Return the parts of each choice in the order of the indexes: one part, or the chunks of its stream."""
-    streams: dict[int, list[Holders]] = {}
+    streams: dict[int, list[Part]] = {}
     # The chunks of a response have one id, at the key None here; bare chunks have an id of their choice.
-    requests: dict[int | None, set[str]] = {}
+    requests: dict[int | None, str] = {}
     for chunk in chunks:
-        pairs = _indexed(chunk, source, is_chunk=len(chunks) > 1)
-        for index in [index for index, _ in pairs] if _items(chunk) is _ABSENT else [None]:
-            requests.setdefault(index, set()).add(shown(_request(_holders(chunk).values()), 80))
-        for index, choice in pairs:
+        whole, is_bare = Part(chunk), _items(chunk) is _ABSENT
+        request = shown(whole.request, 80)
+        for index, choice in _indexed(chunk, source, is_chunk=len(chunks) > 1):
             # The chunks of n choices arrive interleaved, each under the index of its choice.
             parts = streams.setdefault(index, [])
-            if parts and _finish_reason(parts[-1]) is not None:
+            if parts and parts[-1].finish_reason is not None:
                 raise source.error(
                     f"MRR311: index {index} comes again after its end: a chunk came twice, or these are several results, "
                     "which decode_batch takes as a list."
                 )
-            parts.append(_holders(choice))
-    if several := next((sorted(names) for names in requests.values() if len(names) > 1), None):
-        raise source.error(
-            f"MRR311: its chunks are of several requests, {', '.join(several[:4])}: decode_batch takes a list of streams."
-        )
+            parts.append(whole if is_bare else Part(choice))
+        if request != (first := requests.setdefault(index if is_bare else None, request)):
+            raise source.error(
+                f"MRR311: its chunks are of several requests, {first} and {request}: decode_batch takes a list of streams."
+            )
     if not streams:
         raise source.error("MRR301: it has no choices.")
     if sorted(streams) != list(range(len(streams))):
@@ -276,7 +289,7 @@ def _choices(chunks: Sequence[Any], source: Source) -> list[list[Holders]]:
             f"MRR312: its choices have index {sorted(streams)[:8]}, expected each of 0..{len(streams) - 1}: one is lost."
         )
     # Only the last chunk has the routes. A single chunk that was given as a reply raises here, too.
-    unfinished = [index for index, parts in streams.items() if _finish_reason(parts[-1]) is None]
+    unfinished = [index for index, parts in streams.items() if parts[-1].finish_reason is None]
     if unfinished:
         raise source.error(
             f"MRR311: ends before index {unfinished[:8]} is finished: its last chunk is missing. The chunks of a stream "
@@ -297,10 +310,9 @@ def _indexed(reply: Any, source: Source, *, is_chunk: bool) -> list[tuple[int, A
     # A choice without its response is one sample, whatever place it had there.
     if all(index is None for index in indexes) or (is_choice and not is_chunk):
         return list(enumerate(items))
-    # Bounded, because Python refuses to write integers of thousands of digits into a message.
-    if not all(type(index) is int and 0 <= index < 2**31 for index in indexes) or len(set(indexes)) < len(indexes):
+    if not all(map(is_count, indexes)) or len(set(indexes)) < len(indexes):
         raise source.error(
-            f"MRR312: its choices have index {shown(indexes)}: each must be an int32 of 0 or more, and there once."
+            f"MRR312: its choices have index {shown(indexes)}: each must be an integer of 0 or more, and there once."
         )
     return list(zip(indexes, items))
 
@@ -309,22 +321,6 @@ def _items(reply: Any) -> Any:
     """Return the choices of a reply, of any type; _ABSENT if it is itself one."""
     choices = get_field(reply, "choices", _ABSENT)
     return get_field(reply, "outputs", _ABSENT) if choices is _ABSENT else choices
-
-
-def _holders(item: Any) -> Holders:
-    inner = {name: get_field(item, name) for name in _INSIDE}
-    return {"the choice": item} | {name: value for name, value in inner.items() if value is not None}
-
-
-def _request(holders: Iterable[Any]) -> Any:
-    return first_known(get_field(holder, name) for holder in holders for name in ("request_id", "id"))
-
-
-def _finish_reason(choice: Holders) -> Any:
-    """Return the reason of a choice's end: None if it has not ended, "" if it has no such field."""
-    reasons = [get_field(holder, "finish_reason", _ABSENT) for holder in choice.values()]
-    reasons = [reason for reason in reasons if reason is not _ABSENT]
-    return first_known(reasons) if reasons else ""
 
 
 def _is_same(value: Any, first: Any) -> bool:
@@ -347,7 +343,8 @@ def first_known(values: Iterable[Any]) -> Any:
 
 def is_count(value: Any) -> TypeGuard[int]:
     """Return whether this is an integer that counts something; for Python True is one, too."""
-    return type(value) is int and 0 <= value < MAX_COUNT
+    # Bounded, because Python refuses to write integers of thousands of digits into a message.
+    return type(value) is int and 0 <= value < 1 << 48
 
 
 def read_counts(holder: Any, names: Mapping[str, Kind], *, prefix: str, source: Source) -> list[StatedCount]:
@@ -369,24 +366,22 @@ def refuse_non_reply(result: Any, engine: str) -> None:
         return  # the rows of an array: there may be many
     kind, words = type(result).__name__, None
     if result is None:
-        words = "the result is None, so its routes are missing, though the model has MoE layers. Did the request fail?"
+        words = "None, so its routes are missing, though the model has MoE layers. Did the request fail?"
     elif isinstance(result, Mapping) and not {"choices", "outputs", "meta_info"} & set(result):
         message = result.get("message") if result.get("object") == "error" else None
         stated = first_known([result.get("error"), result.get("detail"), message])
         if stated is not None:
-            words = f"the server answered with an error: {shown(stated, 300)}. There is no reply to decode."
+            words = f"an error of the server: {shown(stated, 300)}. There is no reply to decode."
     elif isinstance(result, (str, bytes)):
         start = result[:200] if isinstance(result, str) else result[:200].decode("latin-1")
         # Base64 has no blank and begins with no bracket. Raw ids of int32 may begin with one, but have bytes of 0.
-        is_text = all(character >= " " or character in "\t\r\n" for character in start)
-        if is_text and (start.startswith(("{", "[", "<", "data:")) or " " in start):
-            kind = "text" if isinstance(result, str) else "bytes"
-            words = f"the result is the {kind} {shown(result, 120)}: parse JSON first, of a stream each chunk apart."
+        if "\0" not in start and (start.startswith(("{", "[", "<", "data:")) or " " in start):
+            words = f"the text {shown(result, 120)}: parse JSON first, of a stream each chunk apart."
     elif isawaitable(result):
-        words = f"the result is a {kind} that was not awaited: await it, and parse JSON first."
+        words = f"a {kind} that was not awaited: await it, and parse JSON first."
     elif not any(hasattr(result, name) for name in ("choices", "outputs", "routed_experts", "__array__")) and any(
         callable(getattr(result, name, None)) for name in ("json", "read")
     ):
-        words = f"the result is a {kind}, a response of HTTP: parse JSON first, with response.json() or json.load(response)."
+        words = f"a {kind}, a response of HTTP: parse JSON first, with response.json() or json.load(response)."
     if words is not None:
-        raise PayloadError(f"MRR301: {engine}: {words}")
+        raise PayloadError(f"MRR301: {engine}: the result is {words}")

@@ -26,9 +26,6 @@ from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trace.ids import index_dtype, spread_experts
 from megatron_router_replay.trace.runs import neighbour_runs
 
-MAX_SURPLUS_ROWS = 8
-"""Speculative decoding runs past a stop by at most the rows that it drafts; more are rows of other tokens."""
-
 _MAX_COUNTED_TOKENS = 1 << 20
 """Tokens that a response without routes and ids may claim; everywhere else rows or ids bound the memory."""
 
@@ -45,15 +42,13 @@ class RowLayout:
             all -1; those of `ids_in_dense_layers` may hold anything.
         last_row: a row of the last token, where there is one, is "padding" or a "route" (of a full forward); "none": an
             engine sends no such row.
-        explain_surplus: the reason why surplus rows are refused even where the caller allows them; "": they are not.
-        start: the token of the first row, where the reply states it.
+        start: the token of the first row, where the reply or its format states it.
     """
 
     parts: Sequence[Array]
     layer_numbers: Sequence[int]
     ids_in_dense_layers: bool = False
     last_row: Literal["none", "padding", "route"] = "none"
-    explain_surplus: str = ""
     start: int | None = None
 
 
@@ -173,41 +168,32 @@ def _check_row_count(sample: SampleRows) -> None:
     a stream that lost a token, ids without BOS or a `start` that is off by one, each of which shifts every row: it is
     legal only where an engine is known to send it.
     """
-    rows, source, explain = sample.num_rows, sample.source, sample.layout.explain_surplus
-    start, num_tokens = sample.start, sample.tokens.num_tokens
+    rows, source, start, num_tokens = sample.num_rows, sample.source, sample.start, sample.tokens.num_tokens
     if sample.options.start not in (0, start):
         raise source.error(
             f"MRR305: its rows begin at token {start}, not at start={sample.options.start}: leave start out."
         )
     if start > num_tokens:
         raise source.error(f"MRR305: start={start} must lie in 0..{num_tokens}, the number of tokens.")
-    with_last = num_tokens - start
-    expected = max(with_last - 1, 0)
-    # Legal for a prompt alone, and for vLLM 0.21 with multi-token prediction, which pads it.
+    # A row of the last token is legal for a prompt alone, and for vLLM 0.21 with multi-token prediction, which pads it.
     may_have_last = sample.last_row != "none"
-    surplus = rows - expected
-    if not surplus or (rows == with_last and may_have_last):
-        return
-    if rows == 0 and sample.may_be_empty:
-        # Memory for these rows follows from a number that the response states alone.
-        if sample.tokens.token_ids is None and num_tokens > _MAX_COUNTED_TOKENS:
-            raise source.error(f"MRR309: claims {num_tokens} prompt tokens without ids or routes: pass token_ids.")
-        return
-    if 0 < surplus <= MAX_SURPLUS_ROWS and sample.options.allow_surplus_rows and not explain:
-        return
-    if surplus > 0 and explain:
-        cause = explain
-    elif start and rows in (num_tokens - 1, num_tokens):
-        cause = "The server ignored start and sent every row: decode with start=0."
-    elif surplus < 0:
-        cause = "Are these the token ids (prompt and output) of this very sample? Was start passed on?"
-    else:
-        cause = (
-            "Are these the ids of this very sample, prompt with BOS and output, and is start right? If they are, "
-            f"allow_surplus_rows=True drops up to {MAX_SURPLUS_ROWS} rows of speculative decoding that ran past a stop."
+    legal = {max(num_tokens - start - 1, 0)} | ({num_tokens - start} if may_have_last else set())
+    if rows not in legal and (rows or not sample.may_be_empty):
+        cause = "Are these the ids of this very sample, prompt with BOS and output, and is start right?"
+        if start and rows in (num_tokens - 1, num_tokens):
+            cause = "The server ignored start and sent every row: decode with start=0."
+        elif rows > max(legal):
+            cause += (
+                " Speculative decoding of vLLM before 0.32 and SGLang before 0.5.13 ran past a stop: upgrade these."
+            )
+        expected = " or ".join(map(str, sorted(legal)))
+        raise source.error(
+            f"MRR305: has {rows} rows for tokens {start}..{num_tokens - 1}: expected {expected} (the last token has no "
+            f"route). {cause}"
         )
-    legal = f"{expected} (the last token has no route)" + (f" or {with_last}" if may_have_last else "")
-    raise source.error(f"MRR305: has {rows} rows for tokens {start}..{num_tokens - 1}: expected {legal}. {cause}")
+    # Memory for these rows follows from a number that the response states alone.
+    if not rows and sample.tokens.token_ids is None and num_tokens > _MAX_COUNTED_TOKENS:
+        raise source.error(f"MRR309: claims {num_tokens} tokens without ids or routes: pass token_ids.")
 
 
 def _fill(sample: SampleRows, model: ModelRoutingInfo, out: Array, mask: Array) -> None:
@@ -241,9 +227,9 @@ def _fill(sample: SampleRows, model: ModelRoutingInfo, out: Array, mask: Array) 
             "%s: %d rows have no route; the live router decides them (missing='live')", sample.source, num_lost
         )
     # Rows without a route have legal ids as well: uint8 has no -1, and they must never all go to one expert.
-    for _, first, length in neighbour_runs(np.flatnonzero(~mask)).tolist():
-        ids = spread_experts(first, length, topk=model.topk, num_experts=model.num_experts)
-        out[first : first + length] = ids.numpy()[:, None, :]
+    for _, begin, length in neighbour_runs(np.flatnonzero(~mask)).tolist():
+        ids = spread_experts(begin, length, topk=model.topk, num_experts=model.num_experts)
+        out[begin : begin + length] = ids.numpy()[:, None, :]
 
 
 def _check_filler(sample: SampleRows, rows: Array, columns: Sequence[int], first_row: int) -> None:
@@ -280,11 +266,3 @@ def _report(trace: RoutingTrace, samples: Sequence[SampleRows]) -> None:
 def all_layers(model: ModelRoutingInfo) -> range:
     """Return the layer_numbers of an array that has a column for each hidden layer, as most engines send it."""
     return range(1, model.num_layers + 1)
-
-
-def most_ids(model: ModelRoutingInfo, tokens: SampleTokens) -> int:
-    """Return the number of expert ids that a text may have for these tokens; a longer one is refused undecoded.
-
-    More than are right: the check of rows can then explain a few too many.
-    """
-    return (tokens.num_tokens + 4096) * model.num_layers * model.topk

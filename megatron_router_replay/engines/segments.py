@@ -17,6 +17,7 @@ from typing import Any, Unpack
 
 import torch
 
+from megatron_router_replay.checks import check_withdrawn
 from megatron_router_replay.engines.decoder import Decoder
 from megatron_router_replay.engines.model_info import ModelLike, as_model_info
 from megatron_router_replay.engines.options import DecodeOptions, SharedOptions, TokenIds
@@ -49,23 +50,33 @@ class RoutingSegments:
     def num_missing(self) -> int:
         return 0 if self._trace is None else int((~self._trace.replay_mask).sum())
 
-    def append(self, trace: RoutingTrace, *, weight_version: int | None = None) -> None:
+    def append(self, trace: RoutingTrace, **withdrawn: Any) -> None:
         """Add a turn.
 
         Args:
             trace: a decoded turn with its token ids, from the first token of the sequence on, as `decode` returns it.
-            weight_version: of the weights that chose these routes, unless the trace carries it.
+            withdrawn: raises; `weight_version` is an option of `decode`.
 
         Raises:
-            PayloadError: token ids that are missing or differ from those already known, only some turns with a weight
-                version.
-            TraceError: another model's trace.
+            PayloadError: token ids that are missing or differ from those already known.
+            TraceError: another model's trace, or only some turns have weight versions.
         """
+        check_withdrawn(
+            "RoutingSegments.append", withdrawn, {"weight_version": "decode(weight_version=...) stores it."}
+        )
         if not isinstance(trace, RoutingTrace):
             raise PayloadError(
                 f"MRR101: RoutingSegments: cannot append a {type(trace).__name__}: decode the reply first."
             )
-        new, old = _with_versions(trace.to("cpu"), weight_version), self._trace
+        if trace.token_ids is None:
+            raise PayloadError(
+                "MRR315: RoutingSegments: a turn has no token ids, so nothing proves that it is of this conversation: have "
+                "the engine return ids, or decode with token_ids=."
+            )
+        new, old = trace.to("cpu"), self._trace
+        # A row without a route has no weights that chose it.
+        versions = None if new.weight_version is None else torch.where(new.replay_mask, new.weight_version, -1)
+        new = new._with(weight_version=versions, sequence_lengths=None, sample_ids=None)
         if old is None:
             self._trace = new
             return
@@ -92,28 +103,8 @@ class RoutingSegments:
         return self._trace.with_samples((len(self),), None if sample_id is None else (sample_id,))
 
 
-def _with_versions(trace: RoutingTrace, weight_version: int | None) -> RoutingTrace:
-    """Return a turn without sample metadata, with the version of each row that has a route."""
-    versions = trace.weight_version
-    if trace.token_ids is None:
-        raise PayloadError(
-            "MRR315: RoutingSegments: a turn has no token ids, so nothing proves that it is of this conversation: have "
-            "the engine return ids, or decode with token_ids=."
-        )
-    if versions is not None and weight_version is not None:
-        raise PayloadError("MRR313: RoutingSegments: the trace carries weight versions; do not give another.")
-    if weight_version is not None:
-        versions = torch.full((len(trace),), weight_version, dtype=torch.int32)
-    versions = None if versions is None else torch.where(trace.replay_mask, versions, -1)
-    return trace._with(weight_version=versions, sequence_lengths=None, sample_ids=None)
-
-
 def _check_history(old: RoutingTrace, new: RoutingTrace) -> None:
-    """Raise unless a turn has the tokens that are known so far, and weight versions as the turns before it."""
-    if (old.weight_version is None) != (new.weight_version is None):
-        raise PayloadError(
-            "MRR315: RoutingSegments: only some segments have weight versions; give all of them or none."
-        )
+    """Raise unless a turn has the tokens that are known so far."""
     shared = min(len(old), len(new))
     assert old.token_ids is not None
     assert new.token_ids is not None
@@ -164,7 +155,7 @@ def join_prefill_decode(
     """
     info = as_model_info(model)
     given = DecodeOptions(prompt_token_ids=prompt_token_ids, **options)
-    prefill, decode = (engine.read(reply)[0] for reply in (prefill_reply, decode_reply))
+    prefill, decode = map(engine.read_one, (prefill_reply, decode_reply))
     length, decode_length = (resolve_tokens(reply, given).num_prompt_tokens for reply in (prefill, decode))
     if length is None or length != decode_length:
         raise PayloadError(

@@ -22,7 +22,7 @@ import numpy as np
 from megatron_router_replay.checks import as_integer, shown
 from megatron_router_replay.engines.options import DecodeOptions, WeightVersion
 from megatron_router_replay.engines.payload import Array, Source, as_token_ids
-from megatron_router_replay.engines.reader import MAX_COUNT, Kind, Reply, StatedCount, get_field, is_count
+from megatron_router_replay.engines.reader import Kind, Reply, StatedCount, get_field, is_count
 
 _NOUNS: dict[Kind, str] = {"prompt": "prompt tokens", "output": "output tokens", "all": "tokens"}
 
@@ -150,24 +150,16 @@ def _read_spans(value: Any, source: Source) -> list[WeightSpan]:
     Raises:
         PayloadError: not a list of such spans, or they do not follow one another from 0 on.
     """
-    if value is None:
-        return []
-    if not isinstance(value, (list, tuple)):
-        raise source.error(f"MRR313: weight_versions is {type(value).__name__}, expected a list of spans.")
     spans: list[WeightSpan] = []
-    for item in value:
+    for item in value if isinstance(value, (list, tuple)) else [] if value is None else [value]:
         version, start, end = (get_field(item, name) for name in ("version", "start", "end"))
-        is_named = type(version) is str or (type(version) is int and abs(version) < MAX_COUNT)
-        if not (is_named and is_count(start) and is_count(end)):
-            raise source.error(
-                "MRR313: weight_versions has a span without version, start or end, or with others than numbers."
-            )
         before = spans[-1].end if spans else 0
+        is_span = (type(version) is str or is_count(version)) and is_count(start) and is_count(end)
         # A gap would leave tokens without a version, and mean that a part of the output is lost.
-        if start != before or end < start:
+        if not is_span or start != before or end < start:
             raise source.error(
-                f"MRR313: weight_versions has a span {start}..{end} after {before} tokens: spans must follow one "
-                "another. Is a part of the output lost?"
+                f"MRR313: weight_versions has {shown(item)} after {before} tokens: expected spans with version, start and "
+                "end that follow one another. Is a part of the output lost?"
             )
         spans.append(WeightSpan(str(version), start, end))
     return spans

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron_router_replay.checks import as_integer, shown
+from megatron_router_replay.checks import as_integer, check_withdrawn, shown
 from megatron_router_replay.errors import StoreError, TraceError, listed
 from megatron_router_replay.store.atomic import as_path, naming
 from megatron_router_replay.store.file import load_trace, save_trace
@@ -55,21 +55,20 @@ class TraceStore:
             raise AttributeError(f"TraceStore.{name} is gone in 0.3: {_WITHDRAWN[name]}")
         raise AttributeError(f"'TraceStore' object has no attribute {name!r}")
 
-    def save(self, trace: RoutingTrace, *, step: int, rank: int | None = None, part: None = None) -> Path:
+    def save(self, trace: RoutingTrace, *, step: int, rank: int | None = None, **withdrawn: Any) -> Path:
         """Save the trace of a rank and return its path. A trace that this run saved for the same step and rank is replaced.
 
         Args:
             step: 0 or more.
             rank: by default this process's rank in torch.distributed if that is initialised, else 0.
-            part: withdrawn.
+            withdrawn: raises; `part` is gone.
 
         Raises:
             StoreError: the store has no `run`, a number is negative, or the file cannot be written.
         """
-        if part is not None:
-            raise StoreError(
-                "MRR505: part= is gone in 0.3, a rank has one trace a step: merge_traces joins its parts first."
-            )
+        check_withdrawn(
+            "TraceStore.save", withdrawn, {"part": "a rank has one trace a step: merge_traces joins parts."}
+        )
         if self.run is None:
             raise StoreError("MRR505: a store that saves needs the name of its run: TraceStore(root, run='job-17').")
         if rank is None:

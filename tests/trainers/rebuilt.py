@@ -1,4 +1,4 @@
-"""What our hooks need of each trainer, in a few lines: the functions by their names, and passes that go through schedules.
+"""The functions of each trainer that our hooks need, rebuilt in a few lines, with passes that go through schedules.
 
 Each `run(schedule, forward_only)` is `passes` of `test_rebuilt.py`. Facts of the trainers' code, none of its text.
 """

@@ -92,7 +92,7 @@ def passes(chunks, seen, ids, schedule, *, forward_only, packs=False):
 
 
 def enter_and_run(name, chunks, run, ids, routes, *, move=list, held=None):
-    """Do what the trainer does from the rollout to its optimizer; return its metrics.
+    """Run the trainer from the rollout to its optimizer; return its metrics.
 
     Args:
         move: what happens to each sample's rows on their way from driver to worker, where routes travel apart from tokens.
@@ -183,7 +183,7 @@ def test_every_decision_is_the_rollouts(name, trainer, chunks):
 
 
 def run_attacked(name, chunks, monkeypatch, *, attack=list, move=list):
-    """Run a trainer on long samples whose routes are its model's own, but for an attack, and ask its routers."""
+    """Run a trainer, with agreement checked, on long samples with its model's own routes and one attack."""
     monkeypatch.setattr(oracle, "MIN_AGREEMENT", 0.25)
     monkeypatch.setattr(oracle, "WEIGHTS_MOVE", False)
     generator = torch.Generator().manual_seed(0)

@@ -1,8 +1,8 @@
-"""Prints what the public names of each part of the package load: one line of JSON a part, from a process of its own.
+"""Prints the modules that the public names of each part of the package load, as one line of JSON a part.
 
 Usage: python -m tests.unit.loaded_modules PART...
 
-torch is loaded once, in the parent; every part is imported in a fork of it. Nothing of ours is loaded before the fork.
+torch is loaded once, in the parent; every part is imported in a fork of it, before which this package is not loaded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _note_and_register(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def loaded_by(part: str) -> dict[str, list[str]]:
-    """Load every public name of a part as users do; return what was loaded, and what registered for the end."""
+    """Load every public name of a part as users do; return the loaded modules and those with an atexit hook."""
     atexit.register = _note_and_register  # type: ignore[assignment]
     before = set(sys.modules)
     package = importlib.import_module(PACKAGE)

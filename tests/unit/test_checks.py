@@ -1,4 +1,4 @@
-"""What an integer is, and what base64 is, for the whole package."""
+"""Checks that the whole package shares: integers and base64."""
 
 import numpy as np
 import pytest

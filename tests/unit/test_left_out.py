@@ -1,4 +1,4 @@
-"""Which slow tests CI leaves out: those of which it is known that nothing that changed can matter to them."""
+"""CI leaves out the slow tests that no changed path can affect."""
 
 import re
 import runpy
@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / ".ci/left_out.py"
 EVERYTHING = ["GRPO", "benchmarks", "GPU", "the", "replies", "random"]
-"""Groups that know what they do without; the others know what is theirs."""
+"""Groups that list the paths they do not read; all other groups list the paths of their own."""
 
 
 GROUPS, STEPS = map(runpy.run_path(str(SCRIPT), run_name="left_out").get, ("GROUPS", "STEPS"))

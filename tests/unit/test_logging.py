@@ -1,4 +1,4 @@
-"""The library logs through `logging`: nothing by itself, and each event once where a program asks for it."""
+"""The library logs each event once through `logging`, and prints nothing unless a program configures it."""
 
 import json
 import logging
@@ -29,7 +29,7 @@ def trace():
 
 def test_decoding_says_how_many_rows_have_a_route(caplog):
     caplog.set_level(logging.INFO, "megatron_router_replay")
-    mrr.engines.vllm.decode(json.loads(RESPONSE.read_text())["response"], model=str(DEMO), choice=0)
+    mrr.engines.vllm.decode(json.loads(RESPONSE.read_text())["response"]["choices"][0], model=str(DEMO))
     assert messages(caplog) == ["vLLM: decoded 1 samples: 64 tokens, 63 with a route, 3 MoE layers"]
 
 

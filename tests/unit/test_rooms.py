@@ -1,4 +1,4 @@
-"""The drawing in CONVENTIONS.md is true: what a part of the package loads stands on lines above it."""
+"""The drawing in CONVENTIONS.md is true: a part of the package imports only parts on lines above it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ THIRD_PARTY = {
     "rich": {"cli"},
     "verl": set(),
 }
-"""Package -> parts whose public names load it. `transport.ray` and `trainers.verl` are asked for by name."""
+"""Package -> parts that load it with their public names. `transport.ray` and `trainers.verl` are imported by name."""
 
 
 def drawing() -> tuple[list[list[str]], list[list[str]]]:
@@ -83,7 +83,7 @@ def test_the_drawing_names_every_part_once() -> None:
 
 @pytest.mark.parametrize("package", sorted(THIRD_PARTY))
 def test_public_names_load_other_packages_only_where_they_belong(package) -> None:
-    """What lies below such a part in the drawing may load it with that part: cli, demo."""
+    """Parts below such a part in the drawing, cli and demo, may load the package with it."""
     loading = {part for part in PARTS if package in {name.split(".")[0] for name in loaded()[part]["loaded"]}}
     assert loading <= THIRD_PARTY[package]
 
@@ -97,9 +97,9 @@ def test_a_session_registers_nothing_for_the_end_of_the_process() -> None:
 @pytest.mark.parametrize(
     ("part", "room", "modules"),
     [
-        # What a model's MoE layers are, which its config says; users of freeze_recompute have nothing to decode.
+        # The MoE layers of a model's config; users of freeze_recompute have nothing to decode.
         ("mcore", "engines", {"families", "model_info"}),
-        ("mcore", "store", set()),  # replay("path"): only who gives a path needs files
+        ("mcore", "store", set()),  # only replay("path") reads files
     ],
 )
 def test_a_session_loads_little_of_a_room_beside_it(part, room, modules) -> None:
@@ -120,7 +120,7 @@ def imported_names(node: ast.AST) -> list[str]:
 
 
 def test_a_part_imports_only_parts_above_it() -> None:
-    """Also in its functions, whose imports run later."""
+    """Imports inside functions, which run later, are checked too."""
     for path in (ROOT / PACKAGE).rglob("*.py"):
         part = path.relative_to(ROOT / PACKAGE).parts[0].removesuffix(".py")
         if part == "__init__":

@@ -8,8 +8,9 @@
   is cut instead of the array, so it is never read.
 
 Refused: a request that was suspended and resumed, because merging its parts concatenates the routes of every part, each from
-the first token on (0.17; later versions send None); a request of 0.17 whose prefix was cached, because its rows begin after
-the prefix (decode it with `start`); a request without routes, which chunked prefill of 0.18 and 0.19 causes now and then.
+the first token on (0.17; later versions send None), so decode each part alone; a request of 0.17 whose prefix was cached,
+because its rows begin after the prefix (decode it with `start`); a request without routes, which chunked prefill of 0.18 and
+0.19 causes now and then.
 
 Source: Megatron-Core 0.17 to 0.19, core.inference.inference_request and text_generation_server endpoints; the dynamic engine
 of 0.17.1, 0.18.2 and 0.19.2 run on a CPU.
@@ -25,7 +26,6 @@ import numpy as np
 from megatron_router_replay.checks import shown
 from megatron_router_replay.engines.decoder import Decoder
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
-from megatron_router_replay.engines.options import DecodeOptions
 from megatron_router_replay.engines.payload import INTEGERS, Source, as_array
 from megatron_router_replay.engines.reader import Reply
 from megatron_router_replay.engines.rows import RowLayout
@@ -53,13 +53,9 @@ def _unwrapped(value: Any, source: Source) -> Any:
     return array.astype(content["dtype"])
 
 
-def _rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:
-    return RowLayout(
-        parts=(as_array(reply["routed_experts"], source=reply.source),),
-        layer_numbers=model.moe_layer_numbers,
-        explain_surplus="Are these the ids of this very request? Megatron sends no surplus rows; the parts of a request that "
-        "was suspended are concatenated, each from its first token on: decode each part alone.",
-    )
+def _rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens) -> RowLayout:
+    array = as_array(reply["routed_experts"], source=reply.source)
+    return RowLayout(parts=(array,), layer_numbers=model.moe_layer_numbers)
 
 
 megatron = Decoder(

@@ -27,47 +27,29 @@ from dataclasses import replace
 
 from megatron_router_replay.engines.decoder import Decoder
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
-from megatron_router_replay.engines.options import DecodeOptions
 from megatron_router_replay.engines.payload import as_array, decode_base64, parse_int32, read_start
 from megatron_router_replay.engines.reader import FIELDS, Reply
-from megatron_router_replay.engines.rows import MAX_SURPLUS_ROWS, RowLayout, all_layers, most_ids
+from megatron_router_replay.engines.rows import RowLayout, all_layers
 from megatron_router_replay.engines.tokens import SampleTokens
 
 _KIMI_STUB = 3
 """Tokens before each answer of Kimi K3 that its chat endpoint does not count."""
 
 
-def raw_rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:
+def raw_rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens) -> RowLayout:
     """Return ids without a shape as rows of all hidden layers, with the start that the reply states."""
     value, source = reply["routed_experts"], reply.source
-    start = read_start(reply["start"], "routed_experts_start_len", source)
     if isinstance(value, str):
-        value = decode_base64(value, source=source, max_bytes=4 * most_ids(model, tokens))
-    surplus = ""
+        value = decode_base64(value, source=source)
     if isinstance(value, (bytes, bytearray, memoryview)):
         value = parse_int32(bytes(value), source=source, num_columns=model.num_layers, topk=model.topk)
-        num_rows = tokens.num_tokens - 1 - (options.start if start is None else start)
-        surplus = _explain_surplus(value.size // model.topk, model.num_layers, num_rows)
-    array = as_array(value, source=source)
-    return RowLayout(parts=(array,), layer_numbers=all_layers(model), explain_surplus=surplus, start=start)
+    array, start = as_array(value, source=source), read_start(reply["start"], "routed_experts_start_len", source)
+    return RowLayout(parts=(array,), layer_numbers=all_layers(model), start=start)
 
 
-def _explain_surplus(num_routes: int, num_layers: int, num_rows: int) -> str:
-    """Return the reason to refuse more than num_rows rows: bytes without a shape fit a different number of layers as well."""
-    legal = range(max(num_rows, 1), num_rows + MAX_SURPLUS_ROWS + 1)
-    layers = {num_routes // rows for rows in legal if num_routes % rows == 0} - {num_layers}
-    return (
-        f"Its bytes have no shape, and {min(layers)} layers fit them as well as the config's {num_layers}: surplus rows "
-        "cannot be distinguished from layers. Is the model's config the served one?"
-        if layers
-        else ""
-    )
-
-
-def _rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:
+def _rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens) -> RowLayout:
     # qwen3_moe ignores mlp_only_layers and sends ids on that dense layer.
-    has_ids = model.model_type == "qwen3_moe"
-    return replace(raw_rows(reply, model, tokens, options), ids_in_dense_layers=has_ids)
+    return replace(raw_rows(reply, model, tokens), ids_in_dense_layers=model.model_type == "qwen3_moe")
 
 
 def _with_stub(reply: Reply, model: ModelRoutingInfo) -> Reply:

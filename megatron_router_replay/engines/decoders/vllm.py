@@ -25,9 +25,7 @@ from typing import Any
 
 from megatron_router_replay.engines.decoder import Decoder
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
-from megatron_router_replay.engines.options import DecodeOptions
 from megatron_router_replay.engines.payload import (
-    MAX_NPY_HEADER,
     NPY_MAGIC,
     Array,
     Source,
@@ -38,24 +36,22 @@ from megatron_router_replay.engines.payload import (
     parse_tensor,
 )
 from megatron_router_replay.engines.reader import FIELDS, Reply
-from megatron_router_replay.engines.rows import RowLayout, all_layers, most_ids
+from megatron_router_replay.engines.rows import RowLayout, all_layers
 from megatron_router_replay.engines.tokens import SampleTokens
 
 
-def _rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:
+def _rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens) -> RowLayout:
     """Return the array of a release; the second field is 0.21's alone."""
     if reply["prompt_routed_experts"] is not None:
-        return _rows_of_0_21(reply, model, tokens, options)
-    rows, start = _read(reply["routed_experts"], reply.source, model, tokens)
+        return _rows_of_0_21(reply, model, tokens)
+    rows, start = _read(reply["routed_experts"], reply.source)
     return RowLayout(parts=(rows,), layer_numbers=all_layers(model), start=start)
 
 
-def _rows_of_0_21(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, options: DecodeOptions) -> RowLayout:
+def _rows_of_0_21(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens) -> RowLayout:
     """Return the routes of the prompt and of the generation: the MoE layers, and zeros if there is a column a layer."""
     source = replace(reply.source, field="prompt_routed_experts")
-    if options.start:
-        raise source.error(f"MRR305: start={options.start}, but vLLM 0.21 always sends every row: decode with start=0.")
-    prompt, _ = _read(reply["prompt_routed_experts"], source, model, tokens)
+    prompt, _ = _read(reply["prompt_routed_experts"], source)
     if tokens.num_prompt_tokens is None:
         raise source.error(
             f"MRR309: has {prompt.shape[0]} rows, and the number of prompt tokens is unknown: pass prompt_token_ids=..., or "
@@ -65,7 +61,7 @@ def _rows_of_0_21(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, o
         raise source.error(f"MRR305: has {prompt.shape[0]} rows for {tokens.num_prompt_tokens} prompt tokens.")
     parts = [prompt]
     if reply["routed_experts"] is not None:
-        parts.append(_read(reply["routed_experts"], reply.source, model, tokens)[0])
+        parts.append(_read(reply["routed_experts"], reply.source)[0])
     # No rows may have any shape: an empty list has none.
     parts = [part for part in parts if part.shape[0]]
     if len({part.shape[1:] for part in parts}) > 1:
@@ -73,20 +69,19 @@ def _rows_of_0_21(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens, o
     numbers = model.moe_layer_numbers
     if any(part.ndim == 3 and part.shape[1] == model.num_layers for part in parts):
         numbers += tuple(number for number in all_layers(model) if number not in numbers)  # the columns of zeros
-    # With multi-token prediction the generation has a row for its last token as well: padding, as far as is known.
-    return RowLayout(parts=parts, layer_numbers=numbers, last_row="padding")
+    # It always sends every row. With multi-token prediction the generation has a row for its last token as well: padding,
+    # as far as is known.
+    return RowLayout(parts=parts, layer_numbers=numbers, last_row="padding", start=0)
 
 
-def _read(value: Any, source: Source, model: ModelRoutingInfo, tokens: SampleTokens) -> tuple[Array, int | None]:
+def _read(value: Any, source: Source) -> tuple[Array, int | None]:
     """Return routes of any form, and the token of their first row where they state it."""
-    # 8 bytes an id is the widest dtype there is.
-    most = 8 * most_ids(model, tokens) + MAX_NPY_HEADER
     if is_tensor(value):
-        return parse_tensor(value, source=source, max_bytes=most)
+        return parse_tensor(value, source=source)
     if isinstance(value, (bytearray, memoryview)):
         value = bytes(value)
     if isinstance(value, str) or (isinstance(value, bytes) and not value.startswith(NPY_MAGIC)):
-        value = decode_base64(value, source=source, max_bytes=most)
+        value = decode_base64(value, source=source)
     return parse_npy(value, source=source) if isinstance(value, bytes) else as_array(value, source=source), None
 
 

@@ -29,7 +29,7 @@ if not hasattr(attention_utils, "_fallback_unpad_input"):
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of one data-parallel rank's batch."""
+    """Sizes of a data-parallel rank's batch."""
 
     prompts: tuple[int, ...] = (3, 6, 5, 2, 7, 4, 3, 5)
     responses: tuple[int, ...] = (9, 5, 7, 12, 3, 8, 6, 11)
@@ -104,7 +104,7 @@ def make_batch(
 
 
 def as_verl(padded: dict[str, Tensor], **settings: Any) -> TensorDict:
-    """What verl's worker gets: the padding taken out by verl, and the settings of its trainer and worker."""
+    """Return a batch as verl's worker gets it: without padding, and with the settings of its trainer and worker."""
     data = TensorDict({name: values.clone() for name, values in padded.items()}, batch_size=len(padded["input_ids"]))
     data = left_right_2_no_padding(data)
     tu.assign_non_tensor(data, temperature=1.0, global_batch_size=len(padded["input_ids"]), **settings)

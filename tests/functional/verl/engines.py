@@ -63,7 +63,7 @@ class StockEngine(OnCpu, MegatronEngineWithLMHead):
 
 
 class OurEngine(StockEngine):
-    """The same: its `router_replay.mode` says whether this package replays."""
+    """The same class under a different name; its `router_replay.mode` switches this package's replay."""
 
 
 def layout_of(config: Any) -> ParallelSizes:
@@ -100,7 +100,7 @@ def engine_config(
 
 
 def model_config(**fields: Any) -> Any:
-    """What verl's engine reads of a checkpoint's; `fields` are further ones of its Hugging Face config."""
+    """Return the fields that verl's engine reads of a checkpoint's; `fields` are further ones of its Hugging Face config."""
     return SimpleNamespace(
         model_type="language_model",
         hf_config=SimpleNamespace(model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], **fields),

@@ -1,4 +1,4 @@
-"""verl's rollout/moe/* metrics beside `diagnostics.fact.imbalance`, as docs/trainers/verl.md compares them."""
+"""verl's rollout/moe/* metrics and `diagnostics.fact.imbalance`, as docs/trainers/verl.md compares them."""
 
 import pytest
 import torch

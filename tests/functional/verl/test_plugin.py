@@ -1,4 +1,4 @@
-"""verl finds the plug-in by itself, and it takes verl's engine over only where it may."""
+"""verl loads the plug-in as an entry point, and the plug-in hooks only engines with R2 or R3."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ from tests.support.workers import WorkersError
 
 @pytest.fixture(scope="module")
 def fresh_process():
-    """What a process without Megatron-Core says of the plug-in, then of one for a verl whose engine moved."""
+    """The output of a process without Megatron-Core that loads the plug-in, and then one for a verl with a moved engine."""
     code = (
         "import json, sys, verl; before = 'megatron' in sys.modules; "
         "import megatron_router_replay.trainers.seams as seams, megatron_router_replay.trainers.verl as ours; "

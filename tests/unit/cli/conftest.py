@@ -1,4 +1,4 @@
-"""What the tests of the commands work on."""
+"""The files and folders that the commands read."""
 
 from pathlib import Path
 

@@ -102,8 +102,8 @@ def lose_a_sample(pair):
     pair.lengths = (*LENGTHS[:5], *LENGTHS[6:])
 
 
-def copy_a_sample(pair):
-    pair.b[sample(1)] = pair.b[sample(8)]
+def copy_a_sample_twice(pair):
+    pair.b[sample(1)] = pair.b[sample(5)] = pair.b[sample(8)]
 
 
 def swap_layers(pair):
@@ -139,7 +139,7 @@ FAULTS = {
     samples_change_places: ("sample_order", ALL, (166, 594), "samples 2 and 5 of b changed places, in all layers:"),
     samples_in_order_of_arrival: ("sample_order", ALL, (0, 988), "6..9 of b match samples 4, 0..1, 3, 9, 6..8 of a"),
     lose_a_sample: ("sample_order", ALL, (499, 892), "samples 5..8 of b match samples 6..9 of a, in all layers:"),
-    copy_a_sample: ("sample_order", ALL, (70, 165), "sample 1 of b matches sample 8 of a, in all layers:"),
+    copy_a_sample_twice: ("sample_order", ALL, (70, 594), "samples 1, 5 of b match samples 8, 8 of a, in all layers:"),
     swap_layers: ("layer", (4, 7), (0, 988), "layers 4, 7 of b match layers 7, 4 of a, in all 989 rows of b:"),
     repeat_a_row: ("constant", ALL, (713, 815), "(sample 7, from position 30) of b repeat one route, in all layers"),
     add_8_to_ids: ("names", ALL, (0, 988), "name each expert by its id plus 8"),
@@ -191,7 +191,7 @@ def test_layers_under_other_numbers_match_those_of_a_also_where_a_has_no_such_nu
 def test_of_a_long_trace_the_rows_that_differ_most_are_searched(monkeypatch):
     monkeypatch.setattr("megatron_router_replay.diagnostics.facts.MAX_ROWS", 400)
     pair = noisy_pair(0.02, 4, 32)
-    copy_a_sample(pair)  # rows 70 to 165; rows 312 to 711 are searched
+    pair.b[sample(1)] = pair.b[sample(8)]  # rows 70 to 165; rows 312 to 711 are searched
     pair.b[STARTS[4] + 1 : STARTS[5]] = pair.b[STARTS[4] : STARTS[5] - 1].clone()
     (fact,) = pair.diff().facts
     words = "rows 349..498 (sample 4, from position 1) of b match a's rows 348..497 (1 row earlier), in all layers: "
@@ -204,6 +204,12 @@ def test_a_few_rows_are_no_fact(rows, stated):
     pair = noisy_pair(0.0, 4, 32)
     pair.b[100 : 100 + rows] = pair.a[101 : 101 + rows]
     assert [fact.rows for fact in pair.diff().facts] == stated
+
+
+def test_two_experts_in_a_different_order_are_a_fact():
+    pair = noisy_pair(0.02, 2, 8)
+    reorder_experts(pair)
+    assert [(fact.kind, fact.layer_numbers) for fact in pair.diff().facts] == [("expert_order", ALL)]
 
 
 def test_decisions_that_share_half_of_their_experts_are_not_near():

@@ -130,43 +130,30 @@ def test_sglang_openai_responses_that_lost_routes_are_refused(name):
             decode(response, model=config("qwen3moe_sparse"))
 
 
-def test_sglang_without_opt_in_raises():
-    facts = read_json("sglang_0.5.23_qwen3moe_sparse.json")["cases"]["no_optin.0"]
-    reply = {"output_ids": facts["token_ids"], "meta_info": {"prompt_tokens": 3, "completion_tokens": 8}}
-    with pytest.raises(PayloadError, match="missing, though the model has MoE layers"):
-        engines.sglang.decode(reply, model=config("qwen3moe_sparse"))
-
-
 @pytest.mark.parametrize("name", ["mixtral", "qwen3moe", "qwen3moe_hd128", "qwen3moe_sparse", "gptoss"])
 def test_routes_of_transformers_in_every_wire_form(name):
     """Routes that hooks read in a full forward, in the forms that engines send."""
     meta, arrays = read_json(f"transformers_{name}.json"), np.load(DATA / f"transformers_{name}.npz")
     model = all_moe(2, 4) if name == "gptoss" else config_of(name)
     for i, sample in enumerate(meta["samples"]):
-        full, columns = arrays[f"s{i}.full"], sample["moe_layers"]
-        prompt, output, split = sample["prompt_ids"], sample["output_ids"], sample["vllm021"]
-        ids, axes = prompt + output, ("layer", "token", "expert")
-        given = {"model": model, "axes": axes, "token_ids": ids}
-        compact, numbers = np.moveaxis(full[:, columns], 1, 0), [column + 1 for column in columns]
-        trace = engines.array.decode(compact, **given, layer_numbers=numbers, last_token_routed=True)
+        full, columns, split = arrays[f"s{i}.full"], sample["moe_layers"], sample["vllm021"]
+        prompt, output, want = sample["prompt_ids"], sample["output_ids"], full[:-1, columns]
+        ids, by_layer = prompt + output, np.moveaxis(full, 1, 0)
+        given = {"model": model, "axes": ("layer", "token", "expert"), "token_ids": ids}
+        numbers = [column + 1 for column in columns]
+        trace = engines.array.decode(by_layer[columns], **given, layer_numbers=numbers, last_token_routed=True)
         assert trace.replay_mask.all()
         assert torch.equal(trace.topk_indices.long(), torch.from_numpy(full[:, columns]))
-
-        want, generation = full[:-1, columns], arrays[f"s{i}.vllm021_gen"]
-        choice = {"index": 0, "token_ids": output, "routed_experts": split["routed_experts"]}
-        http = {
-            "prompt_token_ids": prompt,
-            "prompt_routed_experts": split["prompt_routed_experts"],
-            "choices": [choice],
-        }
-        python = vllm_output(generation, prompt, output, prompt_array=arrays[f"s{i}.vllm021_prompt"])
+        http = {"prompt_token_ids": prompt, "prompt_routed_experts": split["prompt_routed_experts"]}
+        http["choices"] = [{"index": 0, "token_ids": output, "routed_experts": split["routed_experts"]}]
+        python = vllm_output(arrays[f"s{i}.vllm021_gen"], prompt, output, prompt_array=arrays[f"s{i}.vllm021_prompt"])
         request = {"prompt_tokens": prompt, "generated_tokens": output, "routing_indices": want.astype(np.int16)}
         for trace in (
             engines.sglang.decode(sample["sglang_meta_info"]["routed_experts"], model=model, token_ids=ids),
             engines.vllm.decode(sample["vllm022_choice"], model=model, token_ids=ids),
             engines.vllm.decode(http, model=model),
             engines.vllm.decode(python, model=model),
-            engines.array.decode(np.moveaxis(full[:-1], 1, 0), **given),
+            engines.array.decode(by_layer[:, :-1], **given),
             engines.megatron.decode(request, model=model),
         ):
             assert_rows(trace, want, ids)

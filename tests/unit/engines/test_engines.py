@@ -11,7 +11,6 @@ from megatron_router_replay import engines
 from megatron_router_replay.errors import PayloadError
 from tests.unit.engines.engine_payloads import (
     FORMS,
-    all_moe,
     chat_choice,
     decode,
     int32_base64,
@@ -66,41 +65,6 @@ def test_one_row_more_or_less_is_a_shift(form, start):
                 decode(form, rows, PROMPT, OUTPUTS[0], model=MODEL, start=start)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_rows_that_are_lost_or_absent_raise_or_are_live_and_counted(form, caplog):
-    for missing, value, message in (
-        (slice(0, P), 0, r"21 routes are all zero.* rows 0\.\.6"),
-        ([4, 5], -1, r"2 rows 4\.\.5"),
-    ):
-        rows = ROWS[0].astype(np.int32)
-        rows[missing] = value
-        if value == -1 and form.endswith("prime-rl"):
-            continue  # unsigned words
-        with pytest.raises(PayloadError, match=message):
-            decode(form, rows, PROMPT, OUTPUTS[0], model=MODEL)
-        trace = decode(form, rows, PROMPT, OUTPUTS[0], model=MODEL, missing="live")
-        assert f"{S - 1 - int(trace.replay_mask.sum())} rows have no route; the live router decides" in caplog.text
-        kept = np.ones(S, bool)
-        kept[missing], kept[-1] = False, False
-        assert trace.replay_mask.tolist() == kept.tolist()
-        assert torch.equal(trace.topk_indices[kept].long(), torch.from_numpy(ROWS[0][kept[:-1]]))
-        assert all(len(set(route)) == 2 for route in trace.topk_indices[:, 0].tolist())
-
-
-@pytest.mark.parametrize("form", ["vllm object", "sglang text", "sglang_jax completions", "megatron request"])
-def test_surplus_rows_of_speculative_decoding(form):
-    rows = routes(S + 1, 3, num_experts=300, topk=2, seed=0)
-    if form == "megatron request":  # sends none: more rows are of a request that was suspended, from its first token on
-        with pytest.raises(PayloadError, match="suspended"):
-            decode(form, rows, PROMPT, OUTPUTS[0], model=MODEL, allow_surplus_rows=True)
-        return
-    check(decode(form, rows, PROMPT, OUTPUTS[0], model=MODEL, allow_surplus_rows=True))
-    if form != "vllm object":
-        # 12 rows of 3 layers are 18 of 2: taken as surplus rows, all but the first would be another token's.
-        with pytest.raises(PayloadError, match=r"has 18 rows .*3 layers fit them as well as the config's 2"):
-            decode(form, rows[:12], PROMPT, OUTPUTS[0], model=all_moe(2, 300), allow_surplus_rows=True)
-
-
 # vLLM 0.21: the prompt's rows and those of the generation
 
 
@@ -129,19 +93,15 @@ def test_vllm_0_21_columns_are_never_read_as_those_of_other_versions():
     padded = np.concatenate([ROWS[0], np.zeros((S - 1, 2, 2), int)], axis=1)
     for sent in (split(ROWS[0]), split(padded)):
         check(engines.vllm.decode(sent, model=DENSE))
-    named = {"axes": ("token", "layer", "expert"), "layer_numbers": (3, 4, 5, 1, 2)}
-    check(engines.array.decode(padded, model=DENSE, token_ids=IDS, **named))
-    alone = r"has 3 layers, expected 5.*MoE layers alone, engines\.array\.decode names them: layer_numbers=\[3, 4, 5\]"
-    for rows, message in ((padded, "column 0 is of a dense layer"), (ROWS[0], alone)):
-        refused(message, engines.vllm.decode, rows, model=DENSE, token_ids=IDS)
+    refused("column 0 is of a dense layer", engines.vllm.decode, padded, model=DENSE, token_ids=IDS)
+    refused("has 3 layers, expected 5", engines.vllm.decode, ROWS[0], model=DENSE, token_ids=IDS)
     refused("not filler", engines.vllm.decode, split(with_dense(ROWS[0], 5, [2, 3, 4])), model=DENSE)
-    refused("start=1, but vLLM 0.21 always sends every row", engines.vllm.decode, split(ROWS[0]), start=1)
-    for narrow in (ROWS[0][P:, :2], ROWS[0][P:, :, :1]):
-        output = vllm_output(narrow, PROMPT, OUTPUTS[0], prompt_array=ROWS[0][:P])
-        refused("prompt and generation differ in shape", engines.vllm.decode, output)
+    refused("rows begin at token 0, not at start=1", engines.vllm.decode, split(ROWS[0]), start=1)
+    output = vllm_output(ROWS[0][P:, :2], PROMPT, OUTPUTS[0], prompt_array=ROWS[0][:P])
+    refused("prompt and generation differ in shape", engines.vllm.decode, output)
 
 
-@pytest.mark.parametrize("generation", [None, [], np.zeros((0, 3, 2), np.int16), np.zeros((0, 5, 2), np.int16)])
+@pytest.mark.parametrize("generation", [None, [], np.zeros((0, 5, 2), np.int16)])
 def test_vllm_0_21_of_one_output_token_has_no_generation_rows(generation):
     output = vllm_output(generation, PROMPT, [9], prompt_array=ROWS[0][:P].astype(np.int16))
     assert engines.vllm.decode(output, model=MODEL).replay_mask.tolist() == [True] * P + [False]
@@ -160,8 +120,7 @@ def test_vllm_0_21_prompt_routes_are_shared_by_choices_that_prove_their_prompt()
     for choice in choices:
         del choice["prompt_token_ids"]
     refused("not all choices are proven", engines.vllm.decode_batch, reply, token_ids=[IDS, IDS])
-    del choices[1]
-    del choices[0]["token_ids"]
+    del choices[1], choices[0]["token_ids"]
     check(engines.vllm.decode(reply | {"usage": usage(P, G)}, model=MODEL, token_ids=IDS))
     refused(f"has {P} rows for {P - 1}", engines.vllm.decode, reply | {"usage": usage(P - 1, G + 1)}, num_tokens=S)
     refused("the number of prompt tokens is unknown", engines.vllm.decode, reply, num_tokens=S)
@@ -199,7 +158,7 @@ def test_a_reply_that_states_its_start_needs_none(form, start):
     refused("rows for tokens", engine.decode, shifted, **given)
 
 
-@pytest.mark.parametrize("value", [-1, True, "4", 4.0, 10**12])
+@pytest.mark.parametrize("value", [-1, True, "4"])
 def test_a_start_that_is_no_token_is_refused(value):
     engine, reply, given = slime(4)
     reply["meta_info"]["routed_experts_start_len"] = value
@@ -217,7 +176,6 @@ def test_a_start_that_is_no_token_is_refused(value):
         ({"shape": [10**12 - 1, 0, 10**9]}, "promises .* = 0 bytes"),
         ({"data": "@@"}, "not base64"),
         ({"data": 5}, "data is int"),
-        ({"data": "A" * 10**6}, "base64 characters"),
     ],
     ids=str,
 )
@@ -291,7 +249,7 @@ def test_a_reply_whose_ids_or_routes_contradict_each_other_is_refused(form, path
     refused(message, engines.sglang.decode, reply)
 
 
-@pytest.mark.parametrize("ids", ["choice", "sglext", "choice sglext"])
+@pytest.mark.parametrize("ids", ["choice", "sglext"])
 def test_every_choice_of_an_sglang_reply_with_meta_info_has_its_own_routes(ids):
     reply = chat(2, ids=ids, own_routes=True)
     for result in (reply, reply | {"choices": reply["choices"][::-1]}):
@@ -331,49 +289,44 @@ def test_sglang_qwen3_moe_sends_ids_on_dense_layers():
 # Megatron's text generation server and serialised requests, as 0.17 to 0.19 send them
 
 
-def megatron_choice(i, form, *, index=None, rows=None):
-    plain = (ROWS[i] if rows is None else rows).tolist()
+def megatron_choice(i, form, **more):
+    plain = ROWS[i].tolist()
     whole = plain if form == "0.17" else ["ndarray", {"data": plain, "dtype": "int16"}]
     fields = {"moe_topk_indices": whole, "prompt_moe_topk_indices": whole[:P], "finish_reason": "length"}
-    return {"index": i if index is None else index, "text": "x", "prompt_token_ids": PROMPT} | fields | {
-        "generation_token_ids": OUTPUTS[i]
-    }  # fmt: skip
+    return {"index": i, "prompt_token_ids": PROMPT, "generation_token_ids": OUTPUTS[i]} | fields | more
 
 
 @pytest.mark.parametrize("form", ["0.17", "0.18"])
 def test_both_forms_of_megatrons_server_with_their_ids(form):
     counts = {"prompt_tokens": P, "completion_tokens": 2 * G, "total_tokens": P + 2 * G}  # the sum of outputs
     reply = {"id": "c", "choices": [megatron_choice(i, form) for i in (1, 0)], "usage": counts}
+    for choice in reply["choices"][:1]:  # chat replies repeat the ids in the message
+        choice["message"] = {name: choice.pop(name) for name in ("prompt_token_ids", "generation_token_ids")}
     for i, one in enumerate(engines.megatron.decode_batch(reply, model=MODEL).samples()):
         check(one, i)
-    for choice in reply["choices"]:  # chat replies repeat the ids in the message
-        choice["message"] = {name: choice.pop(name) for name in ("prompt_token_ids", "generation_token_ids")}
-    check(engines.megatron.decode(reply, model=MODEL, choice=1), 1)
     bare = {name: value for name, value in megatron_choice(0, form).items() if "ids" not in name}
     check(engines.megatron.decode({"choices": [bare]}, model=MODEL, token_ids=IDS))  # completions of 0.17 have no ids
     refused("the number of tokens of these rows is unknown", engines.megatron.decode, bare)
     del bare["moe_topk_indices"]
     refused("prompt_moe_topk_indices alone", engines.megatron.decode, bare, token_ids=IDS)
-    twice = [megatron_choice(0, form), megatron_choice(0, form)]
-    refused("MRR311: .* is a list of replies", engines.megatron.decode, twice)
-    # Megatron-Core 0.18, DynamicInferenceRequestRecord.merge: each part begins at the first token again.
-    parts = megatron_choice(0, form, rows=np.concatenate([ROWS[0][:6], ROWS[0]]))
-    refused("suspended", engines.megatron.decode, parts, allow_surplus_rows=True)
+    refused("MRR311: .* is a list of replies", engines.megatron.decode, [megatron_choice(0, form)] * 2)
+    # Megatron-Core 0.18, DynamicInferenceRequestRecord.merge: each part of a suspended request begins at the first token.
+    parts = np.concatenate([ROWS[0][:6], ROWS[0]]).tolist()
+    refused("has 17 rows", engines.megatron.decode, megatron_choice(0, form, moe_topk_indices=parts))
 
 
-def test_other_wrappers_are_refused():
-    plain = ROWS[0].tolist()
-    for wrapped in (
-        ["ndarray", {"data": plain}],
-        ["ndarray", {"data": plain, "dtype": "float32"}],
-        ["ndarray", {"data": plain, "dtype": "uint8"}],  # ids beyond its dtype
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        ["ndarray", {"data": ROWS[0].tolist()}],
+        ["ndarray", {"data": ROWS[0].tolist(), "dtype": "float32"}],
+        ["ndarray", {"data": ROWS[0].tolist(), "dtype": "uint8"}],  # ids beyond its dtype
         ["ndarray", {"data": (ROWS[0] % 256).tolist(), "dtype": "uint8"}],  # which a cast has wrapped
-        ["ndarray", {"data": "AAAA", "dtype": "int16"}],
-        ["ndarray", plain],
-        ["array", {"data": plain, "dtype": "int16"}],
-        ["ndarray"],
-    ):
-        refused("MRR3", engines.megatron.decode, megatron_choice(0, "0.18") | {"moe_topk_indices": wrapped})
+        ["array", {"data": ROWS[0].tolist(), "dtype": "int16"}],
+    ],
+)
+def test_other_wrappers_are_refused(wrapped):
+    refused("MRR3", engines.megatron.decode, megatron_choice(0, "0.18", moe_topk_indices=wrapped))
 
 
 def test_serialised_requests():
@@ -397,17 +350,14 @@ def test_arrays_name_their_axes_and_layers():
     check(engines.array.decode(layers_first, **given, axes=("batch", "layer", "expert", "token")))
     check(engines.array.decode(ROWS[0][:, [2, 0, 1]], **given, axes=axes, layer_numbers=(3, 1, 2)))
     check(engines.array.decode(ROWS[0], **given | {"model": DENSE}, axes=axes, layer_numbers=(3, 4, 5)))
-    every = with_dense(ROWS[0], 5, [2, 3, 4]).astype(np.int32)  # as Python objects of vLLM 0.18 to 0.20 have them
+    every = with_dense(ROWS[0], 5, [2, 3, 4])  # as Python objects of vLLM 0.18 to 0.20 have them
     check(engines.array.decode(every, **given | {"model": DENSE}, axes=axes))
     full = np.concatenate([ROWS[0], ROWS[0][:1]])
     assert engines.array.decode(full, **given, axes=axes, last_token_routed=True).replay_mask.all()
-    check(engines.array.decode(full, **given, axes=axes, last_token_routed=False))
+    refused("has 12 rows", engines.array.decode, full, token_ids=IDS, axes=axes)
     array = engines.array.decode
-    alone = r"MRR306: .*has 3 layers, expected 5.*layer_numbers=\[3, 4, 5\]"
-    refused(alone, array, ROWS[0], **given | {"model": DENSE}, axes=axes)
     refused("names 4 layers, the array has 3", array, ROWS[0], token_ids=IDS, axes=axes, layer_numbers=(1, 2, 3, 4))
     refused(r"no routes of the MoE layers \[3\]", array, ROWS[0], token_ids=IDS, axes=axes, layer_numbers=(1, 2, 4))
-    refused("num_prompt_tokens", array, ROWS[0], axes=axes, num_tokens=S, num_prompt_tokens=S + 1)
     refused("missing='skip' must be", array, ROWS[0], token_ids=IDS, axes=axes, missing="skip")
     for wrong in (axes[:2], ("token", "token", "expert"), ("batch", "layer", "expert"), (*axes, "batch")):
         refused("axes", array, ROWS[0], token_ids=IDS, axes=wrong)

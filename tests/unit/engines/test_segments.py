@@ -7,7 +7,16 @@ import torch
 from megatron_router_replay import RoutingTrace, engines
 from megatron_router_replay.engines import RoutingSegments
 from megatron_router_replay.errors import PayloadError, RouterReplayError
-from tests.unit.engines.engine_payloads import DATA, all_moe, config, read_json, routes, tokens, vllm_output
+from tests.unit.engines.engine_payloads import (
+    DATA,
+    all_moe,
+    config,
+    read_json,
+    routes,
+    tokens,
+    vllm_choice,
+    vllm_output,
+)
 
 MODEL = all_moe(3, 32, topk=4)
 
@@ -15,7 +24,7 @@ MODEL = all_moe(3, 32, topk=4)
 def trace_of(num_tokens, *, first_expert=0, layers=(1, 2), topk=2, num_experts=8, **options):
     """`num_tokens` rows whose route is `topk` neighbours from `first_expert` on, the same in every layer."""
     row = [[first_expert + i for i in range(topk)]] * len(layers)
-    options = {"token_ids": list(range(4, 4 + num_tokens))} | options
+    options = {"token_ids": list(range(4, 4 + num_tokens)), "weight_version": 5} | options
     return RoutingTrace(topk_indices=[row] * num_tokens, layer_numbers=layers, num_experts=num_experts, **options)
 
 
@@ -25,11 +34,11 @@ def test_a_turn_fills_only_rows_that_are_missing_and_the_first_generation_wins()
     with pytest.raises(PayloadError, match="nothing was appended"):
         segments.trace()
     mask = [True, False, False, True, False]
-    segments.append(trace_of(5, replay_mask=mask), weight_version=1)
+    segments.append(trace_of(5, replay_mask=mask, weight_version=1))
     assert (segments.num_missing, segments.next_start) == (3, 1)
     before = segments.trace()
-    segments.append(trace_of(3, first_expert=4), weight_version=2)  # shorter than the tokens so far
-    segments.append(trace_of(7, first_expert=6, replay_mask=[True] * 6 + [False]), weight_version=3)
+    segments.append(trace_of(3, first_expert=4, weight_version=2))  # shorter than the tokens so far
+    segments.append(trace_of(7, first_expert=6, replay_mask=[True] * 6 + [False], weight_version=3))
     assert before.replay_mask.tolist() == mask  # a trace does not change when more is appended
     trace = segments.trace(sample_id="a")
     assert trace.topk_indices[:6, 0].tolist() == [[0, 1], [4, 5], [4, 5], [0, 1], [6, 7], [6, 7]]
@@ -59,25 +68,24 @@ def test_real_turns_of_vllm():
 
 
 @pytest.mark.parametrize(
-    ("turn", "version", "message"),
+    ("turn", "message"),
     [
-        (trace_of(5, token_ids=[4, 5, 6, 9, 1]), 5, r"token 3 is 9, an earlier segment had 7"),
-        (trace_of(2, token_ids=[4, 9]), 5, r"token 1 is 9, an earlier segment had 5"),
-        (trace_of(5), None, "only some segments have weight versions"),
-        (trace_of(5, weight_version=5), 5, "do not give another"),
-        (trace_of(5, token_ids=None), 5, "a turn has no token ids, so nothing proves"),
-        (trace_of(5, layers=(1, 3)), 5, r"layer_numbers=.* of different models"),
-        (trace_of(5, topk=1), 5, r"topk=.* of different models"),
-        (trace_of(5, num_experts=9), 5, r"num_experts=.* of different models"),
-        ({"choices": []}, 5, "cannot append a dict: decode the reply first"),
+        (trace_of(5, token_ids=[4, 5, 6, 9, 1]), r"MRR315: .*token 3 is 9, an earlier segment had 7"),
+        (trace_of(2, token_ids=[4, 9]), r"MRR315: .*token 1 is 9, an earlier segment had 5"),
+        (trace_of(5, weight_version=None), "MRR107: .*trace 0 has weight_version, trace 1 has none"),
+        (trace_of(5, token_ids=None), "MRR315: .*a turn has no token ids, so nothing proves"),
+        (trace_of(5, layers=(1, 3)), r"layer_numbers=.* of different models"),
+        ({"choices": []}, "MRR101: .*cannot append a dict: decode the reply first"),
     ],
 )
-def test_a_turn_of_another_history_or_model_is_refused(turn, version, message):
+def test_a_turn_of_another_history_or_model_is_refused(turn, message):
     segments = RoutingSegments()
     segments.append(trace_of(4, weight_version=[3, 4, 4, 4]))
     with pytest.raises(RouterReplayError, match=message):
-        segments.append(turn, weight_version=version)
-    segments.append(trace_of(5), weight_version=5)
+        segments.append(turn)
+    with pytest.raises(RouterReplayError, match=r"append\(weight_version=...\) is gone in 0.3: decode"):
+        segments.append(trace_of(5), weight_version=5)
+    segments.append(trace_of(5, weight_version=5))
     assert segments.trace().weight_version.tolist() == [3, 4, 4, 4, 5]
 
 
@@ -119,6 +127,13 @@ LOST = np.concatenate([ROWS[:30], np.zeros_like(ROWS[:1]), ROWS[31:]])
 def test_replies_of_different_requests_are_not_joined(first, second, message):
     with pytest.raises(PayloadError, match=message):
         join(first, second)
+
+
+def test_a_reply_of_several_choices_is_not_joined_as_its_first_one():
+    two = {"choices": [vllm_choice(ROWS.astype(np.uint8), PROMPT, OUTPUT, index) for index in (0, 1)]}
+    first = vllm_output(ROWS[:P], PROMPT, [7])
+    with pytest.raises(PayloadError, match=r"MRR312: .*has 2 choices"):
+        engines.join_prefill_decode(first, two, engine=engines.vllm, model=MODEL)
 
 
 def test_nothing_proves_that_replies_without_ids_are_of_one_request():

@@ -71,9 +71,10 @@ def test_the_format_is_these_bytes(tmp_path, monkeypatch, chunk_bytes):
     assert xxhash.xxh3_64_hexdigest(TENSORS["topk_indices"]) == CHECKSUMS["topk_indices"]
 
 
-@pytest.mark.parametrize("layer_numbers", [(), (2,), (2, 5, 9)])
-@pytest.mark.parametrize("num_experts", [256, 257])
-@pytest.mark.parametrize("num_tokens", [0, 1, 70])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "layer_numbers"),
+    [(0, 256, (2,)), (1, 257, ()), (70, 256, (2, 5, 9)), (70, 257, (2, 5, 9))],
+)
 def test_a_trace_comes_back_as_it_was(tmp_path, num_tokens, num_experts, layer_numbers):
     trace = full_trace(num_tokens, num_experts=num_experts, layer_numbers=layer_numbers)
     assert_same(load_trace(save_trace(trace, tmp_path / "x")), trace)
@@ -90,8 +91,8 @@ def test_views_are_saved_as_what_they_show(tmp_path):
     assert_same(load_trace(save_trace(shared, tmp_path / "x")), shared)
 
 
-@pytest.mark.parametrize("layer_numbers", [None, [2, 7], [7, 3, 2], []])
-@pytest.mark.parametrize("rows", [None, slice(0, 0), slice(2, 5), slice(6, None)])
+@pytest.mark.parametrize("layer_numbers", [None, [7, 3], []])
+@pytest.mark.parametrize("rows", [None, slice(0, 0), slice(2, 5)])
 def test_a_slice_is_read(tmp_path, rows, layer_numbers):
     path = save_trace(full_trace(7), tmp_path / "x")
     expected = full_trace(7) if rows is None else full_trace(7)[rows]
@@ -102,18 +103,13 @@ def test_a_slice_is_read(tmp_path, rows, layer_numbers):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"layer_numbers": [4]}, r"no layer_number 4; it has \[2, 3, 7\]"),
-        ({"rows": slice(0, 8)}, "it has 7 tokens"),
-        ({"rows": slice(-1, None)}, "it has 7 tokens"),
-        ({"rows": slice(0, 4, 2)}, "step 1"),
-        ({"rows": slice(4, 3)}, "start <= stop"),
-    ],
+    "options",
+    [{"layer_numbers": [4]}, *({"rows": slice(*each)} for each in ((0, 8), (-1, None), (0, 4, 2), (4, 3)))],
+    ids=str,
 )
-def test_a_slice_that_the_file_does_not_have_raises(tmp_path, options, message):
+def test_a_slice_that_the_file_does_not_have_raises(tmp_path, options):
     path = save_trace(make_trace(7), tmp_path / "x")
-    with pytest.raises(StoreError, match=message):
+    with pytest.raises(StoreError, match=r"no layer_number 4; it has \[2, 3, 7\]|MRR106: .*it has 7 tokens, not slice"):
         load_trace(path, **options)
 
 
@@ -134,11 +130,8 @@ def test_one_flipped_bit_of_a_tensor_raises_also_where_a_slice_leaves_it_out(tmp
     ("changes", "message"),
     [
         ({"header": HEADER.replace("[1, 3]", "[1, 4]")}, "MRR503: .* the checksum of its header is wrong"),
-        ({"header": HEADER.replace('"a"', '"c"')}, "MRR503: .* the checksum of its header is wrong"),
         ({"header": HEADER.replace('"num_tokens": 3', '"num_tokens": 4')}, "MRR503: .* its header cannot be read"),
-        ({"header": "[]"}, "MRR503: .* its header cannot be read"),
         ({"version": "5"}, "MRR502: .* version 5; this package reads version 4"),
-        ({"version": "x"}, "MRR503: .* its header cannot be read"),
         ({"fields": FIELDS.replace("[3,2,2]", "[2,3,2]")}, r"MRR503: .* topk_indices is \[2, 3, 2\] torch.uint8"),
         ({"fields": FIELDS.replace("U8", "I8")}, r"MRR503: .* topk_indices is \[3, 2, 2\] torch.int8"),
         ({"fields": FIELDS.replace("replay_mask", "replay_mast")}, "MRR501: .* replay_mask"),
@@ -225,20 +218,14 @@ def test_a_full_disk_leaves_the_old_file_alone(tmp_path):
     assert_same(load_trace(path), make_trace(5))
 
 
-def test_a_mapped_trace_is_the_file_of_its_time_and_takes_no_memory(tmp_path):
+def test_a_mapped_trace_is_the_file_of_its_time_and_a_loaded_one_a_copy(tmp_path):
     path = save_trace(make_trace(5), tmp_path / "x")
-    mapped = map_trace(path)
-    assert mapped == make_trace(5)
+    mapped, loaded = map_trace(path), load_trace(path)
+    assert str(path) in Path("/proc/self/maps").read_text()
+    replaced = path.rename(tmp_path / "y")
     save_trace(make_trace(5, seed=1), path)
     assert_same(mapped, make_trace(5))
-    assert str(path) in Path("/proc/self/maps").read_text()
-
-
-def test_a_loaded_trace_is_a_copy_of_the_file(tmp_path):
-    path = save_trace(make_trace(5), tmp_path / "x")
-    loaded = load_trace(path)
-    with path.open("r+b") as file:
-        file.write(b"\xff" * path.stat().st_size)
+    replaced.write_bytes(b"")  # the bytes of both
     assert_same(loaded, make_trace(5))
 
 
