@@ -96,6 +96,7 @@ def test_rows_that_were_not_recorded_are_no_routes_and_the_length_may_be_given()
     longer = recording.trace(num_tokens=10)
     assert longer.replay_mask.tolist() == [*expected, False, False]
     assert longer.token_ids[[1, 8, 9]].tolist() == [-1, -1, -1]
+    assert (recording.report.rows_live, recording.report.rows_padding) == (8, 0)
     assert recording.trace(num_tokens=8).num_tokens == 8
     with pytest.raises(TraceError, match="cannot return 7 rows: row 7 was recorded"):
         recording.trace(num_tokens=7)
