@@ -190,10 +190,13 @@ def test_a_checkpointed_function_that_works_in_a_thread_of_its_own_is_refused(ar
         forward(chunk, session)
 
 
+@pytest.mark.parametrize("have_their_own", [False, True])
 @pytest.mark.parametrize("around", [reentrant, non_reentrant])
-def test_routers_that_change_places_between_forward_and_backward_raise(around):
+def test_routers_that_change_places_between_forward_and_backward_raise(around, have_their_own):
     chunk = Chunk()
     one, other = chunk.layers[:2]
+    for layer in (one, other) if have_their_own else ():
+        layer.router.router_replay = RouterReplay()
     hidden = torch.randn(4, 2, 8, requires_grad=True)
     hidden.data[..., -1] = 0
     with mrr.freeze_recompute(chunk):
