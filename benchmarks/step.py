@@ -1,6 +1,7 @@
 """Cost of replay in a training step: forward, backward and optimizer of whole models, with and without.
 
 A step with a session opens it, runs Megatron's schedule, closes it (where it verifies) and, for record, makes the trace.
+A replay finds its rows by the tokens of each forward, as a user's does; the trace's index is made in a step of the warm-up.
 The learning rate is 0, so that all steps do the same work with the same routes, and their losses must be equal.
 """
 
@@ -41,10 +42,6 @@ class Model:
     batch: int
     sequence: int
     microbatches: int
-
-    @property
-    def num_tokens(self) -> int:
-        return self.microbatches * self.batch * self.sequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +100,6 @@ class Trainer:
         self.microbatches = random_microbatches(
             model.microbatches, batch_size=model.batch, sequence_length=model.sequence, vocab_size=model.vocab
         )
-        rows = torch.arange(model.num_tokens).view(model.microbatches, model.batch, model.sequence)
-        for microbatch, its_rows in zip(self.microbatches, rows):
-            microbatch["rows"] = its_rows
         parameters = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
         self.optimizer = torch.optim.SGD(parameters, lr=0.0, momentum=0.9)
         self.losses: dict[str, list[float]] = {}
@@ -113,26 +107,18 @@ class Trainer:
         self.clock = time.perf_counter if case.pp_size > 1 else time.thread_time
         self.inner: dict[str, list[float]] = {kind: [] for kind in KINDS}
         with torch.no_grad(), mrr.record(self.chunks) as recording:
-            self.run(recording, forward_only=True)
+            self.run(forward_only=True)
         self.trace = recording.trace()
 
-    def run(self, session: Any, **options: Any) -> list[float]:
+    def run(self, **options: Any) -> list[float]:
         """Run the schedule; return the losses on the last stage."""
-
-        def queue(microbatch: dict[str, Any], model: Any) -> None:
-            session.microbatch(microbatch["rows"], model)
-
-        queues = session is not None and session.kind != "freeze_recompute"
-        losses = run_schedule(
-            self.chunks, self.layout, self.microbatches, before_forward=queue if queues else None, **options
-        )
-        return [float(loss) for loss in losses]
+        return [float(loss) for loss in run_schedule(self.chunks, self.layout, self.microbatches, **options)]
 
     def step(self, kind: str) -> None:
         """Run one training step; note the time of the schedule and the optimizer alone."""
         with self.session(kind) as session:
             start = self.clock()
-            self.losses[kind] = self.run(session)
+            self.losses[kind] = self.run()
             self.optimizer.step()
             self.inner[kind].append(rounded(self.clock() - start))
         if kind == "record":

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from megatron_router_replay.errors import LayoutError, ReplayStateError
 from megatron_router_replay.layout.split import rows_for_router
-from megatron_router_replay.mcore.batches.follow import Follower, on_device
-from megatron_router_replay.mcore.batches.index import index_of
+from megatron_router_replay.mcore.batches.follow import Follower, with_index
 from megatron_router_replay.mcore.batches.inputs import read_inputs
 from megatron_router_replay.mcore.model.find import find_routers, unwrap
 from megatron_router_replay.trace import RoutingTrace
@@ -102,9 +101,7 @@ class _WatchedChunk:
         if not self._routers:
             return []
         device = next(self._model.parameters()).device
-        if device.type != "cpu":
-            numbers = [found.layer_number for found in self._routers]
-            self._trace = on_device(self._trace, numbers, device) or self._trace
+        self._trace = with_index(self._trace, [found.layer_number for found in self._routers], device)
         handles: list[Any] = [self._model.register_forward_pre_hook(self._entered, with_kwargs=True)]
         for found in self._routers:
             routed = partial(self._routed, found.layer_number, deque())
@@ -116,7 +113,8 @@ class _WatchedChunk:
         if _in_backward():
             return
         try:
-            rows = self._follower.find(module, read_inputs(module, args, kwargs), self._trace, "audit").rows
+            inputs, index = read_inputs(module, args, kwargs), self._trace.derived["index"]
+            rows = self._follower.find(module, inputs, index, "audit").rows
         except (LayoutError, ReplayStateError) as error:
             if not self._findings.not_found:
                 _LOG.warning("audit: a forward is not compared: %s", error)
@@ -169,7 +167,7 @@ class _WatchedChunk:
                 findings.wrong += wrong
                 findings.without_route += without_route
             if wrong and not findings.first:
-                index = index_of(self._trace)
+                index = self._trace.derived["index"]
                 sample, position = index.name(row)
                 findings.first = (
                     f"{word}, sample {sample}, position {position}, token {int(index.token_ids[row])}: the router "

@@ -1,8 +1,8 @@
-"""A GPU made of software: tensors that say they are on cuda:0, hold real values, and log what a program asks of the device.
+"""A GPU made of software: tensors on cuda:0 by name, with real values, which log the device operations of a program.
 
 Real are the values, torch's dispatcher and autograd, and that a backward runs in a thread of the device's own, as it does
 on a GPU. Logged are the operations, the copies between host and device, what makes the host wait, and accesses to memory
-that no event or stream order puts one behind the other. A host tensor beside one of the device raises, as it does there.
+that no event or stream orders. An operation on a host tensor and one of the device raises, as it does there.
 
     with SoftGpu() as gpu:            # in a process that has run no backward yet, as a `GlooWorkers(1)`
         model, tokens = to_gpu(model), tokens.to("cuda")
@@ -11,8 +11,8 @@ that no event or stream order puts one behind the other. A host tensor beside on
     log.waits, log.pageable, log.kernels; gpu.races
 
 What it cannot show: time, real kernels and their rounding, how often an operation really launches, the caching allocator,
-what a CUDA graph replays, NCCL, compiled code, Transformer Engine, several devices. A host that waits in a thread has waited
-for all threads. What passes here can still be wrong or slow on a GPU; what fails here fails there.
+CUDA graphs, NCCL, compiled code, Transformer Engine, several devices. A host that waits in a thread has waited for all
+threads. What passes here can still be wrong or slow on a GPU; what fails here fails there.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _WAITS = {"nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_sel
 
 
 class Op(NamedTuple):
-    """One thing that was asked of the device: kind "kernel", "h2d", "d2h" or "wait"; `ours`: the library asked."""
+    """One request to the device: kind "kernel", "h2d", "d2h" or "wait"; `ours`: of the library."""
 
     kind: str
     name: str
@@ -56,7 +56,7 @@ class Op(NamedTuple):
 
 
 class Log:
-    """What happened while it was open."""
+    """The operations of a block."""
 
     def __init__(self) -> None:
         self.ops: list[Op] = []
@@ -70,16 +70,16 @@ class Log:
 
     @property
     def waits(self) -> list[str]:
-        """Where the host waited for the device, whoever asked."""
+        """Places where the host waited for the device, in the library or elsewhere."""
         return [f"{op.name} at {op.where}" for op in self.of("wait")]
 
     @property
     def pageable(self) -> list[str]:
-        """Uploads from memory that is not page-locked: the driver stages them behind all work of the stream."""
+        """Uploads from memory that is not page-locked: the driver stages them after all work of the stream."""
         return [f"{op.name} at {op.where}" for op in self.of("h2d") if op.pageable]
 
 
-# ---- who has seen what: vector clocks of the streams, and of the host
+# ---- order: vector clocks of the streams, and of the host
 class Clock(dict[Any, int]):
     def join(self, other: Clock) -> None:
         for agent, tick in other.items():
@@ -152,7 +152,7 @@ def in_use() -> SoftGpu | None:
 
 
 class Memory:
-    """What is known of one storage, on the device or page-locked; `size` in bytes, 0 on the host."""
+    """Accesses to one storage, on the device or page-locked; `size` in bytes, 0 on the host."""
 
     def __init__(self, where: str, size: int) -> None:
         self.where, self.stream, self.size = where, current(), size
@@ -170,7 +170,7 @@ def _key(t: Tensor) -> int:
 
 
 def _touch(agent: Stream, tensors: list[Tensor], written: list[Tensor]) -> None:
-    """Note an access; a race where nothing puts it behind another's write, or a write behind another's read."""
+    """Note an access; a race where nothing orders it after another's write, or a write after another's read."""
     tick = agent.step()
     writes = {_key(t) for t in written}
     with _lock:
@@ -222,36 +222,14 @@ def _caller() -> tuple[str, bool]:
     return program, False
 
 
-class Graph:
-    """In the place of torch.cuda.graph: operations run, and what a capture forbids raises; there is nothing to replay."""
-
-    capturing = False
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def __enter__(self) -> None:
-        Graph.capturing = True
-
-    def __exit__(self, *error: object) -> None:
-        Graph.capturing = False
-
-
-def _check_not_capturing() -> None:
-    if Graph.capturing:
-        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
-
-
 def _log(kind: str, name: str, *, pageable: bool = False) -> None:
-    if kind == "wait":
-        _check_not_capturing()
     if _gpu is not None and _gpu.log is not None:
         _gpu.log.ops.append(Op(kind, name, *_caller(), pageable))
 
 
 # ---- tensors
 class GpuTensor(Tensor):
-    """A tensor of the CPU that says it is on cuda:0."""
+    """A tensor of the CPU with the device cuda:0."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     device = property(lambda self: CUDA)  # type: ignore[assignment]
@@ -311,7 +289,6 @@ def _is_gpu(device: Any) -> bool:
 
 
 def _pin(t: Tensor) -> Tensor:
-    _check_not_capturing()
     _own(t.untyped_storage(), t)
     return t
 
@@ -394,11 +371,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         for leaf in _leaves(args[place] if place < len(args) else kwargs.get(argument))
         if isinstance(leaf, Tensor)
     ]
-    if (
-        on_device
-        and name.startswith(("index", "_index"))
-        and name.rstrip("_") in ("index", "index_put", "_index_put_impl")
-    ):
+    if on_device and name.rstrip("_") in ("index", "index_put", "_index_put_impl"):
         _check_indices([leaf for leaf in _leaves(args[1:2]) if isinstance(leaf, Tensor)])
     elif on_device and namespace != "c10d":
         strange = [t for t in tensors if not isinstance(t, GpuTensor) and t.dim()]
@@ -544,17 +517,14 @@ class SoftGpu:
         cuda = {
             "Stream": Stream, "Event": Event, "stream": on_stream, "current_stream": current, "synchronize": synchronize,
             "default_stream": lambda *args: DEFAULT, "current_device": lambda: 0, "_lazy_init": lambda: None,
-            "is_available": lambda: True, "is_initialized": lambda: True, "_sleep": lambda cycles: None,
+            "is_available": lambda: True, "is_initialized": lambda: True, "is_current_stream_capturing": lambda: False,
             "memory_allocated": lambda *args: _allocated["now"], "max_memory_allocated": lambda *args: _allocated["peak"],
             "reset_peak_memory_stats": lambda *args: _allocated.update(peak=_allocated["now"]),
-            "graph": Graph, "CUDAGraph": object, "is_current_stream_capturing": lambda: Graph.capturing,
-            "make_graphed_callables": lambda callables, *args, **kwargs: callables,
         }  # fmt: skip
         return [
             *megatron,
             *replacements(),
             *((torch.cuda, name, value) for name, value in cuda.items()),
-            (torch._C, "_host_emptyCache", lambda: None),
             (_python_dispatch, "_disable_current_modes", disable_other_modes),
             (ThreadPoolExecutor, "submit", submit_with_mode),
             (Tensor, "to", to),

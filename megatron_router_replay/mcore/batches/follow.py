@@ -1,6 +1,6 @@
 """Find the trace rows of a forward by the inputs of its model chunk.
 
-once a trace          index_of, on_device      the sorted prefixes, and the copies on a GPU
+once a trace          with_index               the sorted prefixes, and the copies on a GPU
 once a session        Follower                 the judgement of all its forwards
 once a micro-batch    Follower.find            the call's tokens -> segments -> samples -> rows
                       number_tokens            of a recording: the call's tokens -> segments -> samples of their own
@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from megatron_router_replay.checks import Check
 from megatron_router_replay.errors import LayoutError, ReplayStateError
-from megatron_router_replay.mcore.batches.index import index_of
+from megatron_router_replay.mcore.batches.index import PrefixIndex, index_of
 from megatron_router_replay.mcore.batches.inputs import (
     ForwardInputs,
     TokenReader,
@@ -36,23 +36,32 @@ DEVICE_BYTES = 1 << 30
 """The most that an index and the routes of one chunk may take on a GPU; above it, both stay on the host."""
 
 
-def on_device(trace: RoutingTrace, layer_numbers: Sequence[int], device: torch.device) -> RoutingTrace | None:
-    """Return layers of a trace and its index on a GPU; None: above `DEVICE_BYTES`."""
-    index, kept = index_of(trace), trace.select_layers(layer_numbers)
-    row_bytes = kept.num_layers * kept.topk * kept.topk_indices.element_size()
-    # `index.nbytes` includes the tokens; the trace on the GPU has a second copy.
-    if index.nbytes + index.token_ids.nbytes + row_bytes * trace.num_tokens > DEVICE_BYTES:
-        return None
+def with_index(trace: RoutingTrace, layer_numbers: Sequence[int], device: torch.device) -> RoutingTrace:
+    """Return layers of a trace with its PrefixIndex in `derived["index"]`, on a device.
+
+    Above `DEVICE_BYTES` both stay on the host, which logs a warning.
+    """
     # Kept with the trace: all sessions share the copies, and all chunks share the index.
     key = (device, tuple(layer_numbers))
     if key not in trace.derived:
-        if (device, "index") not in trace.derived:
-            trace.derived[device, "index"] = index.to(device)
-        moved = kept.to(device)
-        moved.derived["index"] = trace.derived[device, "index"]
-        trace.derived[key] = moved
-    shared: RoutingTrace = trace.derived[key]
-    return shared
+        index, kept = index_of(trace), trace.select_layers(layer_numbers)
+        if device.type != "cpu" and trace.device.type == "cpu":
+            row_bytes = kept.num_layers * kept.topk * kept.topk_indices.element_size()
+            # `index.nbytes` includes the tokens; the trace on the GPU has a second copy.
+            if index.nbytes + index.token_ids.nbytes + row_bytes * trace.num_tokens > DEVICE_BYTES:
+                _LOG.warning(
+                    "index and routes of the trace take more than %d MiB and stay on the CPU, so the host waits for the GPU "
+                    "once in every micro-batch",
+                    DEVICE_BYTES >> 20,
+                )
+            else:
+                if (device, "index") not in trace.derived:
+                    trace.derived[device, "index"] = index.to(device)
+                index, kept = trace.derived[device, "index"], kept.to(device)
+        kept.derived["index"] = index
+        trace.derived[key] = kept
+    found: RoutingTrace = trace.derived[key]
+    return found
 
 
 class Follower:
@@ -75,16 +84,16 @@ class Follower:
     ) -> None:
         self._reader = TokenReader(padding_token_ids=padding_token_ids, cp_partition_mode=cp_partition_mode)
         self._judge = SegmentJudge(trace, declares_padding=padding_token_ids is not None, check=check)
-        self._trace, self._check, self._has_warned = trace, check, False
+        self._check = check
 
-    def find(self, module: nn.Module, inputs: ForwardInputs, trace: RoutingTrace, where: str) -> RowInputs:
+    def find(self, module: nn.Module, inputs: ForwardInputs, index: PrefixIndex, where: str) -> RowInputs:
         """Return the rows of a forward on this rank.
 
         RowInputs.token_ids is None on a later stage whose input_ids have another shape than its hidden states.
 
         Args:
             module: the innermost chunk.
-            trace: some layers of the session's trace, on the device where rows are gathered.
+            index: of the session's trace, on the device where rows are gathered.
             where: the rank, chunk and micro-batch, for messages.
 
         Raises:
@@ -98,9 +107,7 @@ class Follower:
                 "every pipeline stage, open the session on the inner model that takes them, or queue rows [b, s] with "
                 "session.microbatch(rows, model) before the forward."
             )
-        index = trace.derived.get("index") or index_of(self._trace)
         device = index.token_ids.device
-        self._warn_once(ids.device, device)
         group, shape = context_parallel_group(module, inputs.packed_seq_params), received_shape(module)
         rank = 0 if group is None else group.rank()
         # A later stage may get its tokens as they were before packing or splitting: each rank has whole sequences then.
@@ -112,6 +119,7 @@ class Follower:
             segments, tokens = self._reader.read(inputs, group, device)
         located = locate(index, tokens, segments, padding_token_ids=self._reader.padding_on(device))
         live = self._judge.add(where, segments, located)
+        first, count = segments.start + located.start, located.count
         # From `tokens`: where the index is on the host, a second copy of input_ids would wait for the GPU again.
         own = None if is_raw else segments.of_rank(tokens, rank)
         if is_raw:
@@ -122,13 +130,12 @@ class Follower:
                     f"MRR201: {where}: this pipeline stage was given input_ids of {len(segments.begin) - 1} sequences and "
                     f"computes {len(layout.begin) - 1}: pass it the ids as the first stage gets them."
                 )
-            # Both layouts have the same sequences in the same order; in this one they begin without padding, so `start` is 0,
-            # and may be cut on the right.
-            segments, length = layout, layout.end - layout.begin
-            count = torch.minimum(located.count, length)
-            located = located._replace(start=torch.zeros_like(length), count=count)
+            # Both layouts have the same sequences in the same order; in this one they begin without padding, and may be cut
+            # on the right.
+            segments, first, length = layout, layout.begin, layout.end - layout.begin
+            count = torch.minimum(count, length)
             live = torch.minimum(live, length - count)
-        rows, padding = located.rows(segments, live)
+        rows, padding = segments.rows(first, count, located.row, live)
         if segments.is_jump is not None:
             # Neighbouring rows are neighbours in one sample, so their position_ids must not jump.
             is_inside = (rows[1:] > 0) & (rows[1:] == rows[:-1] + 1)
@@ -149,15 +156,6 @@ class Follower:
     def problems(self) -> list[str]:
         """Return the error texts that depend on all forwards; this synchronizes a GPU."""
         return self._judge.problems()
-
-    def _warn_once(self, ids: torch.device, index: torch.device) -> None:
-        if index.type == "cpu" and ids.type != "cpu" and not self._has_warned:
-            self._has_warned = True
-            _LOG.warning(
-                "index and routes of the trace take more than %d MiB and stay on the CPU, so the host waits for the GPU once "
-                "in every micro-batch",
-                DEVICE_BYTES >> 20,
-            )
 
 
 def number_tokens(
@@ -189,12 +187,9 @@ def number_tokens(
         "samples. Give the model padding_mask or unpadded cu_seqlens_q, or say mrr.record(..., padding_token_ids=[...]), "
         "where [] says that there is no padding.",
     )
-    # +1 at a sample's start, -1 at its end: the cumulative sum is 1 inside of samples.
-    edges = torch.zeros(tokens.numel() + 1, dtype=torch.int64, device=tokens.device)
-    edges = edges.index_add_(0, start, torch.ones_like(start)).index_add_(0, stop, -torch.ones_like(stop))
-    is_token = edges.cumsum(0)[:-1] > 0
-    numbers = torch.where(is_token, is_token.cumsum(0) - 1, -1)
-    return segments.of_rank(numbers, 0 if group is None else group.rank()), stop - start
+    count = stop - start
+    numbers, _ = segments.rows(start, count, count.cumsum(0) - count, torch.zeros_like(count))
+    return segments.of_rank(numbers, 0 if group is None else group.rank()), count
 
 
 def cut_samples(

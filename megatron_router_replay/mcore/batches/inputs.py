@@ -39,8 +39,8 @@ class ForwardInputs:
     def bounds(self) -> Tensor | None:
         """Return the starts of packed sequences with padding; None: a padded batch."""
         # Positions of input_ids count padding, so the padded bounds come first.
-        names = ("cu_seqlens_q_padded", "cu_seqlens_q")
-        return next((each for name in names if (each := getattr(self.packed_seq_params, name, None)) is not None), None)
+        padded = getattr(self.packed_seq_params, "cu_seqlens_q_padded", None)
+        return getattr(self.packed_seq_params, "cu_seqlens_q", None) if padded is None else padded
 
 
 @lru_cache(maxsize=16)  # every micro-batch reads the same signature

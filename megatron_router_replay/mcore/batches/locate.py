@@ -15,9 +15,6 @@ from torch.nn.functional import pad
 from megatron_router_replay.mcore.batches.index import PrefixIndex, PrefixSums
 from megatron_router_replay.mcore.batches.segments import PaddingRuns, Segments
 
-_LIVE, _PADDING = -(1 << 40), -(1 << 41)
-"""What positions without a row add to their flat position: less than any row."""
-
 
 class Located(NamedTuple):
     """The sample of each segment: [S] int64 each, or ints of a single segment.
@@ -63,35 +60,6 @@ class Located(NamedTuple):
         is_single = self.is_whole & (self.extra == 0) & (self.padding == 1)
         return self.extra + (is_single & (self.last != padding_token))
 
-    def rows(self, segments: Segments, live: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the trace rows and padding of all flat positions, [total] each.
-
-        Args:
-            segments: on a later pipeline stage, in another layout than that of the tokens.
-            live: [S], tokens after the known ones that are routed live.
-
-        Returns:
-            The rows, -1: none, and a mask of padding; None: no position is padding, as far as the host knows.
-        """
-        # Each segment has four pieces: padding, tokens with rows that follow one another, live tokens, padding.
-        first = segments.start + self.start
-        at = torch.arange(segments.total, device=first.device)
-        on_host = first.device.type == "cpu"
-        # Most packed batches have no padding.
-        if on_host and int(self.count.sum()) == segments.total:
-            return at.add_(torch.repeat_interleave(self.row - first, self.count, output_size=segments.total)), None
-        padding, live_offset = torch.full_like(first, _PADDING), torch.full_like(first, _LIVE)
-        pieces = [
-            (first - segments.begin, padding),
-            (self.count, self.row - first),
-            (live, live_offset),
-            (segments.end - first - self.count - live, padding),
-        ]
-        lengths, offsets = (torch.stack(each, 1).view(-1) for each in zip(*pieces))
-        rows = at.add_(torch.repeat_interleave(offsets, lengths, output_size=segments.total))
-        is_padding = rows < _LIVE
-        return rows.clamp_(min=-1), None if on_host and not bool(is_padding.any()) else is_padding
-
 
 def locate(
     index: PrefixIndex, tokens: Tensor, segments: Segments, *, padding_token_ids: Tensor | None = None
@@ -107,8 +75,9 @@ def locate(
     if not segments.searches_left:
         return search.locate(start)
     # If no sample begins like another one without its first tokens, a start without padding that explains a segment is the
-    # only one.
-    if search.on_host and not index.may_lose_a_run and search.all_begin_samples():
+    # only one. The index has runs of equal tokens; several declared ones make other runs.
+    is_one_token = padding_token_ids is None or len(padding_token_ids) < 2
+    if search.on_host and is_one_token and not index.may_lose_a_run and search.all_begin_samples():
         located = search.locate(start)
         if bool(located.is_explained.all()):
             return located

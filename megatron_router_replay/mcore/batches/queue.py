@@ -55,7 +55,7 @@ class Microbatch:
     Args:
         shape: (positions, sequences) of the tokens as this rank's routers get them, [s, b, h] without h.
         batch_shape: (b, s) of the tokens as this rank's model gets them.
-        counts: rows by kind, ints or scalars on a device: see `count_rows`.
+        counts: kind ("rows", "live", "padding") -> number of rows, an int or a scalar on a device.
         num_routers: routers of the chunk that route it.
         routes: the experts that they replay; None: they route live, for a recording.
         live_positions: [num_live] int64 on the routers' device, positions of the rows that the live router decides; None:

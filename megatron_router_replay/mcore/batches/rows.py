@@ -61,28 +61,6 @@ class DeferredChecks:
         return lowest < 0
 
 
-def count_rows(num_rows: int, live_mask: Tensor | None, padding: Tensor | None) -> dict[str, Tensor | int]:
-    """Return how many rows there are, and how many of them are live and padding."""
-    return {"rows": num_rows} | {
-        name: 0 if mask is None else mask.sum() for name, mask in (("live", live_mask), ("padding", padding))
-    }
-
-
-def check_padding(has_row: Tensor, padding: Tensor | None, check: Check) -> None:
-    """Check that padding has no rows: no mask overrules a row of the trace."""
-    if padding is not None:
-        check(
-            (padding & has_row).any(),
-            "MRR203: a position with padding=True has a routing row: mask and rows moved apart, or the mask is "
-            "inverted (True is padding) or a loss mask.",
-        )
-
-
-def is_known(values: Tensor) -> bool:
-    """Return whether the host can read these values without waiting, and some are True."""
-    return values.device.type == "cpu" and bool(values.any())
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowInputs:
     """The rows of a forward, queued by hand or found by its tokens.
@@ -129,3 +107,13 @@ class RowInputs:
             dtype = torch.int64 if name == "token_ids" else torch.bool
             inputs[name] = values.reshape(as_2d).to(rows.device, dtype, copy=True)
         return cls(rows=rows.reshape(as_2d).to(torch.int64, copy=True), **inputs)
+
+
+def check_padding(inputs: RowInputs, check: Check) -> None:
+    """Check that padding has no rows: no mask overrules a row of the trace."""
+    if inputs.padding is not None:
+        check(
+            (inputs.padding & (inputs.rows >= 0)).any(),
+            "MRR203: a position with padding=True has a routing row: mask and rows moved apart, or the mask is "
+            "inverted (True is padding) or a loss mask.",
+        )

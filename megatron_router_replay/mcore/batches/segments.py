@@ -18,6 +18,9 @@ from megatron_router_replay.errors import LayoutError
 _MAX_RESTARTS = 4096
 """The most segments that restarts of position_ids may add on a GPU, where the host cannot count them."""
 
+_LIVE, _PADDING = -(1 << 40), -(1 << 41)
+"""What positions without a row add to their flat position: less than any row."""
+
 Partition = Literal["zigzag", "contiguous"]
 
 
@@ -111,13 +114,13 @@ class Segments:
             position_ids: [total] integers in flat order.
         """
         total, by_row = position_ids.numel(), position_ids.view(self.shape[0], -1)
+        is_step = by_row.diff(dim=1) == 1
+        on_host = is_step.device.type == "cpu"
+        if on_host and bool(is_step.all()):
+            return self
         restarts = pad((by_row[:, 1:] == 0) & (by_row[:, :-1] > 0), (1, 0)).flatten()
-        jumps = pad(by_row.diff(dim=1) != 1, (1, 0)).flatten() & ~restarts
-        is_jump: Tensor | None = jumps
-        if restarts.device.type == "cpu":
-            is_jump = jumps if bool(jumps.any()) else None
-            if not bool(restarts.any()):
-                return replace(self, is_jump=is_jump)
+        is_jump = ~(pad(is_step, (1, 0), value=True).flatten() | restarts)
+        if on_host:
             begin = torch.cat([self.begin, restarts.nonzero().squeeze(1)]).sort().values
         else:
             # Without a synchronization, the number of restarts is not known. Surplus segments are empty: they begin at
@@ -157,6 +160,31 @@ class Segments:
             of_rank = f" of context-parallel rank {rank}"
         row, column = divmod(at, self.shape[1])
         return f"input_ids[{row}, {column}]{of_rank}"
+
+    def rows(self, first: Tensor, count: Tensor, row: Tensor, live: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the trace rows and padding of all flat positions, [total] each.
+
+        Args:
+            first: [S], the flat position of each segment's first token with a row.
+            count: [S], tokens with rows that follow one another.
+            row: [S], the first of these.
+            live: [S], tokens after them that are routed live. All of the rest is padding.
+
+        Returns:
+            The rows, -1: none, and a mask of padding; None: no position is padding, as far as the host knows.
+        """
+        at = torch.arange(self.total, device=first.device)
+        on_host = first.device.type == "cpu"
+        # Most packed batches have no padding.
+        if on_host and int(count.sum()) == self.total:
+            return at.add_(torch.repeat_interleave(row - first, count, output_size=self.total)), None
+        # Each segment has four pieces.
+        padding, live_offset = torch.full_like(first, _PADDING), torch.full_like(first, _LIVE)
+        lengths = torch.stack([first - self.begin, count, live, self.end - first - count - live], 1).view(-1)
+        offsets = torch.stack([padding, row - first, live_offset, padding], 1).view(-1)
+        rows = at.add_(torch.repeat_interleave(offsets, lengths, output_size=self.total))
+        is_padding = rows < _LIVE
+        return rows.clamp_(min=-1), None if on_host and not bool(is_padding.any()) else is_padding
 
     def numbers(self) -> Tensor:
         """Return the segment of each flat position, [total] int64."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_router_replay.mcore.core.streams import current_stream, follow, to_device
-from megatron_router_replay.trace.runs import as_slice
+from megatron_router_replay.mcore.core.streams import current_stream, follow
 
 _BLOCK = 16
 """Layers that are widened to int64 at once: a launch for each router would cost more, all layers too much memory."""
@@ -85,11 +83,3 @@ def take_rows(topk_indices: Tensor, rows: Tensor, device: torch.device) -> Tenso
     staged = torch.empty(rows.numel(), *topk_indices.shape[1:], dtype=topk_indices.dtype, pin_memory=True)
     torch.index_select(topk_indices, 0, rows, out=staged)
     return staged.to(device, non_blocking=True)
-
-
-def take_layers(values: Tensor, indices: Sequence[int], *, dim: int) -> Tensor:
-    """Return some layers of values, a view where they are neighbours; a list as an index would make a GPU's host wait."""
-    which = as_slice(list(indices))
-    if isinstance(which, slice):
-        return values.narrow(dim, which.start, which.stop - which.start)
-    return values.index_select(dim, to_device(torch.tensor(which), values.device))

@@ -54,12 +54,8 @@ class RoutingSource(ExpertSource, Protocol):
     def _session(self) -> Any:
         """Return the session; None once it was garbage-collected. A freeze stays in force then, until its model is freed."""
 
-    def _routing_call(self, router: Any, shape: torch.Size, is_written: bool) -> RoutingCall | None:
-        """Return a RoutingCall for tokens [s, b]; None to run Megatron-Core's own top-k, without bookkeeping.
-
-        Args:
-            is_written: a tape is being written.
-        """
+    def _routing_state(self, router: Any, shape: torch.Size) -> tuple[RouterCounts, Any]:
+        """Return the counts of a router, and the micro-batch of its tokens [s, b]; None: the call is live."""
 
 
 class RouterCounts(Counts):
@@ -72,9 +68,10 @@ class RouterCounts(Counts):
             Megatron-Core is newer than the tested versions.
         topk_again: the dispatcher takes a top-k of the probabilities; count the tokens for which it may find other experts.
         balance_off: calls of this router neither update the expert bias nor add an auxiliary loss.
+        dtype: of the indices that a tape keeps.
     """
 
-    __slots__ = ("balance_off", "counts_flips", "topk_again", "verify", "verify_entering", "verify_routing")
+    __slots__ = ("balance_off", "counts_flips", "dtype", "topk_again", "verify", "verify_entering", "verify_routing")
 
     def __init__(
         self,
@@ -84,9 +81,10 @@ class RouterCounts(Counts):
         verify_routing: bool = False,
         topk_again: bool = False,
         balance_off: bool = False,
+        dtype: torch.dtype = torch.int64,
     ) -> None:
         super().__init__()
-        self.topk_again, self.balance_off = topk_again, balance_off
+        self.topk_again, self.balance_off, self.dtype = topk_again, balance_off, dtype
         self.counts_flips, self.verify, self.verify_routing = flips, verify, verify_routing
         self.verify_entering = verify and not verify_routing
 
@@ -132,7 +130,6 @@ class RoutingCall:
     Args:
         router: the TopKRouter, or the RouterReplay with an action.
         counter: counts of this router in the session.
-        dtype: of the indices that a tape keeps.
         source: chooses the experts of a forward; None: the call is a recompute.
         recompute_of: the entry that this call repeats; None: it is a forward.
         microbatch: the chunk's current micro-batch; None: the session takes none, or leaves this router live (MTP).
@@ -141,12 +138,11 @@ class RoutingCall:
 
     Attributes:
         used: [num_tokens, topk] int64, the experts, once Megatron-Core has requested them.
-        kept: `used` as a tape keeps it; None: it is made in `dtype` when a tape needs it.
+        kept: `used` as a tape keeps it; None: it is made when a tape needs it.
     """
 
     router: Any
     counter: RouterCounts
-    dtype: torch.dtype
     source: ExpertSource | None = None
     recompute_of: Entry | None = None
     microbatch: Any = None
@@ -226,7 +222,7 @@ class RoutingCall:
             return self.recompute_of
         if self.kept is None:
             with tape.hidden_from_selective_checkpoint():
-                self.kept = self.used.to(self.dtype)
+                self.kept = self.used.to(self.counter.dtype)
         return Entry(self.router, self.kept, self.counter, self.in_order)
 
     def check_probabilities(self, probs: Tensor) -> None:

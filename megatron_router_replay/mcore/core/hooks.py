@@ -11,7 +11,7 @@ exactly once raises. The hooks are process-wide: `install` puts them in once, an
 A forward's way through a session, in the order of calls:
 
     routing -> routing_call -> tape.checkpoint_state                                       whether this is a recompute
-            -> Microbatches._routing_call -> Queue.microbatch_of                           the micro-batch of this call
+            -> Microbatches._routing_state -> Queue.microbatch_of                          the micro-batch of this call
     topk_routing_with_score_function -> RoutingCall.get_replay_topk -> Strategy.experts    its experts
     routing -> tape.write                                                                  for its recomputes
             -> Microbatches._on_routed -> Queue.routed                                     one router of the micro-batch ran
@@ -118,8 +118,7 @@ def routing_call(router: Any, sources: Sequence[RoutingSource], shape: torch.Siz
         entry = run.next(router, getattr(router, REPLAY_ARGUMENT, None))
         if entry.router is router and entry.topk_indices is not None:
             entry.counter.add(recomputes=1, recomputed=entry.topk_indices.shape[0])
-            dtype = entry.topk_indices.dtype
-            return RoutingCall(router, entry.counter, dtype, recompute_of=entry, in_order=entry.in_order), is_written
+            return RoutingCall(router, entry.counter, recompute_of=entry, in_order=entry.in_order), is_written
         if sources:
             raise ReplayStateError(
                 f"MRR412: {tape.layer_of(router)} is recomputed in a session, but its forward ran before the session, "
@@ -138,7 +137,11 @@ def routing_call(router: Any, sources: Sequence[RoutingSource], shape: torch.Siz
             check_thread(router)
         if getattr(router, REPLAY_ARGUMENT, None) is not None:
             check_not_driven(router)
-        return sources[-1]._routing_call(router, shape, is_written), is_written
+        counter, microbatch = sources[-1]._routing_state(router, shape)
+        if microbatch is not None or is_written or counter.verify or counter.balance_off:
+            call = RoutingCall(router, counter, source=sources[-1], microbatch=microbatch, is_written=is_written)
+            return call, is_written
+        counter.add(forwards=1)  # live, and no recompute follows
     else:
         _count_unregistered(router)
     return None, is_written

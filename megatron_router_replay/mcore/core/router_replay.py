@@ -33,7 +33,8 @@ RouterReplayAction = upstream.RouterReplayAction
 
 _REPLAYS = (RouterReplayAction.REPLAY_FORWARD, RouterReplayAction.REPLAY_BACKWARD)
 
-_COUNTS = RouterCounts()  # a RouterReplay reports nothing; its calls need one
+# A RouterReplay reports nothing; its calls need one. A tape keeps int64, because each conversion is a launch.
+_COUNTS = RouterCounts()
 
 
 class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
@@ -213,7 +214,6 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
             call = RoutingCall(
                 self,
                 _COUNTS,
-                torch.int64,  # no narrower copy on a tape, because each conversion is a launch
                 source=self,
                 recompute_of=entry,
                 is_written=is_written,

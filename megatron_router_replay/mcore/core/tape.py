@@ -166,11 +166,6 @@ def checkpoint_state() -> tuple[Run | None, bool, bool]:
     return None, task != -1, bool(runs)
 
 
-def in_recompute() -> bool:
-    """Return whether this thread is in a recompute or a backward."""
-    return checkpoint_state()[1]
-
-
 def write(entry: Entry) -> None:
     """Write a router call on the tape of each open forward run.
 

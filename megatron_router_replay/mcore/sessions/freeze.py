@@ -11,7 +11,7 @@ from megatron_router_replay.checks import as_integer, warn
 from megatron_router_replay.errors import UnsupportedRouterError, listed
 from megatron_router_replay.mcore.core import hooks
 from megatron_router_replay.mcore.core.balance import Balance
-from megatron_router_replay.mcore.core.call import RoutingCall, TopKRequest
+from megatron_router_replay.mcore.core.call import RouterCounts, RoutingCall, TopKRequest
 from megatron_router_replay.mcore.model.find import Models
 from megatron_router_replay.mcore.model.support import find_indexers
 from megatron_router_replay.mcore.sessions.report import SessionReport
@@ -31,7 +31,7 @@ class _Successor:
     Args:
         of: the source of the freeze, which lives as long as its model.
         sizes: of its routers.
-        forwards: of such routers in training, since the last line of `log_every`.
+        forwards: of such routers in training, since `log_every` logged a line.
     """
 
     of: weakref.ref[FrozenRouters]
@@ -57,10 +57,8 @@ class FrozenRouters:
 
     def __init__(self, routers: SessionRouters) -> None:
         # By id: the hooks call it only for registered routers, which live.
-        self._counters = {id(router): (state.counter, state.dtype) for router, state in routers.states.items()}
+        self._counters = {id(router): state.counter for router, state in routers.states.items()}
         self._successor = _Successor(weakref.ref(self), set(map(_sizes_of, routers.states)))
-        self.num_steps = 0  # calls of `log_every`
-        self._logged = SessionReport(kind=self.kind)  # by the last line
 
     def begin(self, session: Session) -> None:
         """Watch for routers that train in place of these."""
@@ -78,12 +76,8 @@ class FrozenRouters:
     def _session(self) -> Any:
         return self._opened_by()
 
-    def _routing_call(self, router: Any, shape: Any, is_written: bool) -> RoutingCall | None:
-        counter, dtype = self._counters[id(router)]
-        if not (is_written or counter.verify or counter.balance_off):
-            counter.add(forwards=1)
-            return None  # no recompute follows
-        return RoutingCall(router, counter, dtype, source=self, is_written=is_written)
+    def _routing_state(self, router: Any, shape: Any) -> tuple[RouterCounts, None]:
+        return self._counters[id(router)], None
 
     def _experts(self, call: RoutingCall, request: TopKRequest) -> None:
         """Let the router choose."""
@@ -91,22 +85,11 @@ class FrozenRouters:
     def _on_routed(self, call: RoutingCall) -> None:
         """Keep nothing: the tape has it."""
 
-    # ---- lines of a run
-    def log(self, report: SessionReport) -> None:
-        """Log the counts since the last line, and warn if other routers trained in place of these."""
-        last, self._logged = self._logged, report
-        forwards, recomputes = report.forwards - last.forwards, report.recomputes - last.recomputes
-        line = f"{self.kind}, step {self.num_steps}: {forwards:,} forwards and {recomputes:,} recomputes since the last line"
-        if "recomputed" in report.decisions:
-            flips = {layer: count - last.flips_of_layer.get(layer, 0) for layer, count in report.flips_of_layer.items()}
-            decisions = report.decisions["recomputed"] - last.decisions.get("recomputed", 0)
-            layers = ", ".join(f"layer {layer}: {count:,}" for layer, count in sorted(flips.items()) if count)
-            line += f", {sum(flips.values()):,} of {decisions:,} decisions would have flipped"
-            line += f" ({layers})" if layers else ""
-        _LOG.info("%s", line)
-        if self._successor.forwards and not forwards:
-            _warn_of_successor(f"the frozen model ran no forward since the last line, and {self._successor.forwards:,}")
-        self._successor.forwards = 0
+    # ---- see `FreezeSession.log_every`
+    def take_successors_forwards(self) -> int:
+        """Return how many forwards of other such routers trained since the last call."""
+        forwards, self._successor.forwards = self._successor.forwards, 0
+        return forwards
 
 
 def _sizes_of(router: Any) -> _Sizes:
@@ -136,6 +119,8 @@ class FreezeSession(Session):
     """A freeze: `log_every` is all that it adds to a session. See `freeze_recompute`."""
 
     _source: FrozenRouters
+    _num_steps = 0  # calls of `log_every`
+    _logged = SessionReport(kind=FrozenRouters.kind)  # by the last line
 
     def log_every(self, num_steps: int) -> None:
         """Log the counts since the last line, in every num_steps-th call. Call it once a training step.
@@ -154,9 +139,25 @@ class FreezeSession(Session):
         """
         self._check_open()
         num_steps = as_integer("num_steps", num_steps, least=1)
-        self._source.num_steps += 1
-        if self._source.num_steps % num_steps == 0:
-            self._source.log(self.report)
+        self._num_steps += 1
+        if self._num_steps % num_steps == 0:
+            self._log()
+
+    def _log(self) -> None:
+        last, report = self._logged, self.report
+        self._logged = report
+        forwards, recomputes = report.forwards - last.forwards, report.recomputes - last.recomputes
+        line = f"{self.kind}, step {self._num_steps}: {forwards:,} forwards and {recomputes:,} recomputes since the last line"
+        if "recomputed" in report.decisions:
+            flips = {layer: count - last.flips_of_layer.get(layer, 0) for layer, count in report.flips_of_layer.items()}
+            decisions = report.decisions["recomputed"] - last.decisions.get("recomputed", 0)
+            layers = ", ".join(f"layer {layer}: {count:,}" for layer, count in sorted(flips.items()) if count)
+            line += f", {sum(flips.values()):,} of {decisions:,} decisions would have flipped"
+            line += f" ({layers})" if layers else ""
+        _LOG.info("%s", line)
+        elsewhere = self._source.take_successors_forwards()
+        if elsewhere and not forwards:
+            _warn_of_successor(f"the frozen model ran no forward since the last line, and {elsewhere:,}")
 
 
 def freeze_recompute(

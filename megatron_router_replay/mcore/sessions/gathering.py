@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,25 +28,64 @@ Replica = tuple[int, ...] | None
 """Data-parallel ranks of the samples in a trace; None: its rows are those of the whole batch."""
 
 
-def gather_trace(trace: RoutingTrace, group: dist.ProcessGroup | None) -> RoutingTrace:
+class _Part(NamedTuple):
+    """The part of a rank, without its rows.
+
+    Args:
+        replica: the data-parallel ranks of its samples.
+        lengths: of its samples; None: it has none, as a pipeline stage without MoE layers.
+        num_tokens: rows of the part; it sends those that it routed.
+        header: of the rows that it sends.
+    """
+
+    replica: Replica
+    lengths: tuple[int, ...] | None
+    num_tokens: int
+    header: TraceHeader
+
+
+def gather_trace(
+    trace: RoutingTrace, group: dist.ProcessGroup | None, replica: Replica = None
+) -> tuple[RoutingTrace, Replica]:
     """Return the recording of a batch by all ranks of a group, as `merge_traces(parts, allow_gaps=True)` joins it.
 
     A collective. Each rank sends its own rows to all, in turn, so a rank needs memory for the whole and for one message.
+    Samples of different replicas follow one another, and the parts of a replica have the same rows. If a rank of the group
+    queued rows by hand, all rows are the whole batch's.
+
+    Args:
+        trace: this rank's part.
+        replica: the data-parallel ranks of its samples; None: its rows were queued by hand.
+
+    Returns:
+        The recording, and the data-parallel ranks of all its samples.
 
     Raises:
-        TraceError: on every rank alike: the ranks are of different models, or two recorded one row differently.
+        TraceError: on every rank alike: the ranks are of different models, or two recorded one row differently. Or
+            another rank queued rows by hand, and this rank's samples are not the whole batch.
     """
     known = trace.replay_mask if trace.token_ids is None else trace.replay_mask | (trace.token_ids != UNKNOWN)
     rows = known.nonzero()[:, 0]
     routed = trace.gather_rows(rows)
     ranks = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
-    headers: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(headers, (trace.num_tokens, TraceHeader.of(routed)), group=group)
-    header = headers[ranks.index(dist.get_rank())][1]
-    sent = {"rows": rows.int()} | {name: getattr(routed, name) for name in ("topk_indices", *header.per_token)}
-    whole = _Whole(headers)
-    device = collective_device(group)
-    for rank, (_, header) in zip(ranks, headers):
+    parts: list[Any] = [None] * len(ranks)
+    mine = _Part(replica, trace.sequence_lengths, trace.num_tokens, TraceHeader.of(routed))
+    dist.all_gather_object(parts, mine, group=group)
+    lengths, first = trace.sequence_lengths, 0
+    if replica is None or any(part.replica is None for part in parts):
+        num_tokens, replica = max(part.num_tokens for part in parts), None
+    else:
+        of_replica: dict[tuple[int, ...], tuple[int, ...]] = {}
+        for part in parts:
+            of_replica[part.replica] = part.lengths if part.lengths is not None else of_replica.get(part.replica, ())
+        first = sum(sum(each) for other, each in of_replica.items() if other < replica)
+        lengths = tuple(length for each in sorted(of_replica) for length in of_replica[each])
+        num_tokens, replica = sum(lengths), tuple(sorted({rank for each in of_replica for rank in each}))
+    sent = {"rows": (rows + first).int()}
+    sent |= {name: getattr(routed, name) for name in ("topk_indices", *mine.header.per_token)}
+    headers = [part.header for part in parts]
+    whole, device = _Whole(num_tokens, headers), collective_device(group)
+    for rank, header in zip(ranks, headers):
         step = max(1, _PIECE_BYTES // header.row_bytes())
         for start in range(0, header.num_tokens, step):
             piece = slice(start, min(start + step, header.num_tokens))
@@ -60,66 +99,23 @@ def gather_trace(trace: RoutingTrace, group: dist.ProcessGroup | None) -> Routin
                 memory[name] = message.cpu().view(values.dtype).view(values.shape)
             whole.add(rank, header, memory)
     joined = whole.trace()
-    # All ranks have the same rows, so the samples of each are those of all.
-    return joined if trace.sequence_lengths is None else joined.with_samples(trace.sequence_lengths)
-
-
-def place_after_replicas(
-    trace: RoutingTrace, group: dist.ProcessGroup | None, replica: Replica
-) -> tuple[RoutingTrace, Replica]:
-    """Return a part with its rows after those of earlier replicas in a group, and the samples of all; a collective.
-
-    Parts of a replica have the same rows. Where a rank of the group queued rows by hand, all rows are the whole batch's.
-
-    Args:
-        trace: this rank's part.
-        replica: the data-parallel ranks of its samples; None: its rows were queued by hand.
-
-    Returns:
-        The part, and the data-parallel ranks of all samples that it has room for.
-    """
-    given: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(given, (replica, trace.sequence_lengths), group=group)
-    if replica is None or any(each is None for each, _ in given):
-        return trace, None
-    lengths: dict[tuple[int, ...], tuple[int, ...]] = {}
-    for each, samples in given:  # a stage without MoE layers recorded nothing
-        lengths[each] = samples if samples is not None else lengths.get(each, ())
-    before = sum(sum(samples) for each, samples in lengths.items() if each < replica)
-    samples = tuple(length for each in sorted(lengths) for length in lengths[each])
-    total, rows = sum(samples), slice(before, before + trace.num_tokens)
-    indices = spread_experts(0, total, topk=trace.topk, num_experts=trace.num_experts).unsqueeze(1)
-    indices = indices.repeat(1, trace.num_layers, 1)
-    mask = torch.zeros(total, dtype=torch.bool)
-    tokens = torch.full((total,), UNKNOWN, dtype=torch.int32)
-    indices[rows], mask[rows] = trace.topk_indices, trace.replay_mask
-    if trace.token_ids is not None:
-        tokens[rows] = trace.token_ids
-    placed = RoutingTrace.from_checked(
-        topk_indices=indices,
-        layer_numbers=trace.layer_numbers,
-        num_experts=trace.num_experts,
-        replay_mask=mask,
-        token_ids=tokens,
-        sequence_lengths=samples,
-    )
-    return placed, tuple(sorted({rank for each in lengths for rank in each}))
+    return (joined if lengths is None else joined.with_samples(lengths)), replica
 
 
 class _Whole:
     """A recording while it is gathered: all rows and layers of all ranks."""
 
-    def __init__(self, headers: list[tuple[int, TraceHeader]]) -> None:
-        models = {(header.num_experts, header.topk) for _, header in headers if header.num_layers}
+    def __init__(self, length: int, headers: list[TraceHeader]) -> None:
+        models = {(header.num_experts, header.topk) for header in headers if header.num_layers}
         if len(models) > 1:
             raise TraceError(f"MRR107: cannot gather recordings of different models: (num_experts, topk) are {models}.")
-        first = headers[0][1]
+        first = headers[0]
         self.num_experts, self.topk = next(iter(models), (first.num_experts, first.topk))
-        self.layer_numbers = tuple(sorted({number for _, header in headers for number in header.layer_numbers}))
-        length, num_layers = max(length for length, _ in headers), len(self.layer_numbers)
+        self.layer_numbers = tuple(sorted({number for header in headers for number in header.layer_numbers}))
+        num_layers = len(self.layer_numbers)
         self._indices = torch.empty((length, num_layers, self.topk), dtype=index_dtype(self.num_experts))
         self._seen = torch.zeros((length, num_layers), dtype=torch.bool)
-        has_tokens = any(header.has_token_ids for _, header in headers)
+        has_tokens = any(header.has_token_ids for header in headers)
         self._token_ids = torch.full((length,), UNKNOWN, dtype=torch.int32) if has_tokens else None
 
     def add(self, rank: int, header: TraceHeader, memory: Mapping[str, Tensor]) -> None:

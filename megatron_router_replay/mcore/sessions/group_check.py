@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_router_replay.errors import ReplayStateError
+from megatron_router_replay.mcore.sessions import agreement
 from megatron_router_replay.mcore.sessions.report import share_of
 
 _LOG = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ class Numbers(NamedTuple):
         at_fault: this rank raises in any case.
         chunks: model chunks with routers that take micro-batches.
         rows_replayed, rows_live, rows_padding: as in the report.
-        options: those that must be the same on all ranks: balance, min_replayed, min_agreement.
+        options: of a replay, the same on all ranks: balance, min_replayed, min_agreement; None: a recording.
         num_rows: the highest row that a recording queued, plus 1.
         agreement: see `agreement.Agreement.numbers`.
     """
@@ -71,10 +72,6 @@ class GroupResult:
         if self.at_fault and not self.problems and not at_fault:
             return [f"rank {rank} is in order, but ranks {self.at_fault} are not; read their errors"]
         return self.problems
-
-
-Judge = Callable[[Mapping[int, Numbers]], tuple[list[str], list[str]]]
-"""Rank -> its numbers; returns the problems and the warnings of the group."""
 
 
 @dataclass(slots=True, eq=False)
@@ -124,7 +121,7 @@ class GroupCheck:
         if self._published:
             return
         try:
-            result = self._publish(None, lambda everyone: ([], []))
+            result = self._publish(None)
         except RuntimeError as error:
             # The process that serves the store may have ended first. This rank raises its own error, not this one.
             _LOG.warning("rank %d failed, and could not publish it: %s", self.rank, error)
@@ -134,16 +131,16 @@ class GroupCheck:
         if self.rank == self.ranks[0]:
             self._keys.waiting.append(self._key("result"))
 
-    def finish(self, numbers: Numbers, judge: Judge) -> GroupResult:
+    def finish(self, numbers: Numbers) -> GroupResult:
         """Publish this rank's numbers, and return the result of all ranks.
 
         Raises:
             ReplayStateError: a rank did not come within the job's timeout.
         """
         if len(self.ranks) == 1:
-            return _result({self.rank: numbers}, judge)
+            return _result({self.rank: numbers})
         try:
-            result = self._publish(numbers, judge)
+            result = self._publish(numbers)
             if result is None:
                 result = GroupResult(**json.loads(self._store.get(self._key("result"))))
                 self._store.delete_key(self._key(self.rank))
@@ -162,7 +159,7 @@ class GroupCheck:
     def _key(self, name: int | str) -> str:
         return f"{self._name}/{name}"
 
-    def _publish(self, numbers: Numbers | None, judge: Judge) -> GroupResult | None:
+    def _publish(self, numbers: Numbers | None) -> GroupResult | None:
         """Publish this rank's numbers, None if it failed. Return the result if this rank comes last."""
         self._published = True
         if self._store.add(self._key("arrived"), 1) < len(self.ranks):
@@ -172,19 +169,25 @@ class GroupCheck:
         # Each of them has arrived, so its numbers are in the store, or will be in a moment.
         texts = map(json.loads, self._store.multi_get([self._key(rank) for rank in others]))
         numbers_of_rank = {rank: None if values is None else Numbers(*values) for rank, values in zip(others, texts)}
-        result = _result(numbers_of_rank | {self.rank: numbers}, judge)
+        result = _result(numbers_of_rank | {self.rank: numbers})
         self._store.set(self._key("result"), json.dumps(asdict(result)))
         self._store.delete_key(self._key("arrived"))
         return result
 
 
-def _result(numbers_of_rank: Mapping[int, Numbers | None], judge: Judge) -> GroupResult:
+def _result(numbers_of_rank: Mapping[int, Numbers | None]) -> GroupResult:
     """Return the result of the ranks' numbers, None for a rank that failed."""
     left = sorted(rank for rank, numbers in numbers_of_rank.items() if numbers is None)
     everyone = {rank: numbers for rank, numbers in sorted(numbers_of_rank.items()) if numbers is not None}
     if left:
         return GroupResult(left=left)
-    problems, warnings = judge(everyone)
+    problems: list[str] = []
+    warnings: list[str] = []
+    if options := next((each.options for each in everyone.values() if each.options), None):
+        _, min_replayed, min_agreement = options
+        agreements = [each.agreement for each in everyone.values() if each.agreement]
+        disagreements, warnings = agreement.judge(agreements, min_agreement)
+        problems = judge_replay(everyone, min_replayed) + disagreements
     return GroupResult(
         problems=problems,
         warnings=[] if problems else warnings,
@@ -193,7 +196,6 @@ def _result(numbers_of_rank: Mapping[int, Numbers | None], judge: Judge) -> Grou
     )
 
 
-# ---- replay
 def judge_replay(everyone: Mapping[int, Numbers], least: float | None) -> list[str]:
     """Return the problems of a replay over all ranks: one rank may rightly have no rows, or padding alone.
 

@@ -2,7 +2,7 @@
 
     queue                         rows by hand, before a forward
     on_forward                    a forward begins: its tokens find their rows, or are compared with those of rows by hand
-    _routing_call, _on_routed     before and after a call of a router in a forward; a recompute reads its tape instead
+    _routing_state, _on_routed    before and after a call of a router in a forward; a recompute reads its tape instead
     finish                        the session's end: this rank's numbers, judged over the group
 
 What differs between `record` and `replay` is a `Strategy`.
@@ -11,7 +11,7 @@ What differs between `record` and `replay` is a `Strategy`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,9 +26,10 @@ from megatron_router_replay.mcore.batches.inputs import ForwardInputs
 from megatron_router_replay.mcore.batches.queue import Microbatch
 from megatron_router_replay.mcore.batches.rows import DeferredChecks, RowInputs
 from megatron_router_replay.mcore.core import hooks, tape
-from megatron_router_replay.mcore.core.call import RoutingCall, TopKRequest
+from megatron_router_replay.mcore.core.call import RouterCounts, RoutingCall, TopKRequest
 from megatron_router_replay.mcore.core.streams import to_device
 from megatron_router_replay.mcore.model.find import FoundRouter, wrappers
+from megatron_router_replay.mcore.sessions.agreement import Agreement
 from megatron_router_replay.mcore.sessions.group_check import GroupCheck, GroupResult, Numbers
 from megatron_router_replay.mcore.sessions.report import SessionReport
 from megatron_router_replay.mcore.sessions.routers import SessionRouters
@@ -39,10 +40,12 @@ class Strategy(ABC):
 
     Attributes:
         kind: of the session.
+        agreement: of the live router with replayed routes; None: they are not compared.
         checks: of tensors, some of which the host reads at the end.
     """
 
     kind: str
+    agreement: Agreement | None = None
 
     def __init__(self) -> None:
         self.checks = DeferredChecks()
@@ -72,14 +75,6 @@ class Strategy(ABC):
     @abstractmethod
     def numbers(self) -> dict[str, Any]:
         """Return fields of this rank's `Numbers`."""
-
-    def judge(self, everyone: Mapping[int, Numbers]) -> tuple[list[str], list[str]]:
-        """Return the problems and the warnings that the numbers of all ranks show."""
-        return [], []
-
-    def report(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        """Return fields of the `SessionReport`, whose rows are those of these chunks."""
-        return {}
 
 
 class Microbatches:
@@ -139,7 +134,8 @@ class Microbatches:
 
     def is_new_forward(self) -> bool:
         """Return whether what runs now is a forward of the session: no recompute, and not paused."""
-        return not self.num_pauses and not tape.in_recompute()
+        _, repeats, _ = tape.checkpoint_state()
+        return not (self.num_pauses or repeats)
 
     def follow(self, chunk: Chunk, inputs: ForwardInputs) -> None:
         """Queue the rows of a forward's tokens, unless rows were queued by hand."""
@@ -206,18 +202,15 @@ class Microbatches:
     def _session(self) -> Any:
         return self._opened_by
 
-    def _routing_call(self, router: Any, shape: torch.Size, is_written: bool) -> RoutingCall | None:
+    def _routing_state(self, router: Any, shape: torch.Size) -> tuple[RouterCounts, Microbatch | None]:
         state = self._states[router]
-        counter, microbatch = state.counter, None
-        if state.position >= 0 and not self.num_pauses:
-            assert state.chunk is not None, "it takes part"
-            microbatch = state.chunk.queue.microbatch_of(state.position)
-            if shape != microbatch.shape:
-                microbatch.check_shape(f"{state.chunk.queue.where}, {state.found}", tuple(shape))
-        elif not (is_written or counter.verify or counter.balance_off):
-            counter.add(forwards=1)
-            return None  # no recompute follows
-        return RoutingCall(router, counter, state.dtype, source=self, microbatch=microbatch, is_written=is_written)
+        if state.chunk is None or self.num_pauses:
+            return state.counter, None
+        queue = state.chunk.queue
+        microbatch = queue.microbatch_of(state.position)
+        if shape != microbatch.shape:
+            microbatch.check_shape(f"{queue.where}, {state.found}", tuple(shape))
+        return state.counter, microbatch
 
     def _on_routed(self, call: RoutingCall) -> None:
         microbatch: Microbatch | None = call.microbatch
@@ -243,8 +236,16 @@ class Microbatches:
         first = min(at.values(), default=None)
         # Later chunks of a virtual pipeline have the same rows.
         chunks = [chunk for chunk in self.chunks if at[chunk.index] == first]
-        microbatches, fields = sum_counts("microbatches", chunks), self.strategy.report(chunks)
-        return replace(report, counted_at=first, microbatches=microbatches, **_row_counts(chunks), **fields)
+        agreement = self.strategy.agreement
+        return replace(
+            report,
+            counted_at=first,
+            microbatches=_sum_counts("microbatches", chunks),
+            rows_repeated=_sum_counts("repeated", chunks),
+            segments_ambiguous=_sum_counts("ambiguous", chunks),
+            agreement=None if agreement is None else agreement.report(),
+            **_row_counts(chunks),
+        )
 
     def problems(self) -> list[str]:
         """Return the faults of the queues, and of the strategy."""
@@ -261,11 +262,12 @@ class Microbatches:
         """Return the checks on a device that failed, and all other problems, of this rank and of its group."""
         failed = self.strategy.checks.texts()
         at_fault = bool(problems or failed)
-        rows, others = _row_counts(self.chunks), self.strategy.numbers()
-        numbers = Numbers(at_fault=at_fault, chunks=len(self.chunks), **rows, **others)
+        numbers = Numbers(
+            at_fault=at_fault, chunks=len(self.chunks), **_row_counts(self.chunks), **self.strategy.numbers()
+        )
         try:
             # Also where this rank is at fault, because all ranks wait for its numbers.
-            result = self.group_check.finish(numbers, self.strategy.judge)
+            result = self.group_check.finish(numbers)
         except ReplayStateError as error:  # a rank never came: this rank's own problems are raised with it
             return failed, [*problems, str(error)]
         self.result = result
@@ -274,13 +276,12 @@ class Microbatches:
         return failed, [*problems, *result.problems_of(self._rank, at_fault=at_fault)]
 
 
-def sum_counts(name: str, chunks: Sequence[Chunk]) -> int:
-    """Return the sum of a count of these chunks."""
+def _sum_counts(name: str, chunks: Sequence[Chunk]) -> int:
     return sum(chunk.counts[name] for chunk in chunks)
 
 
 def _row_counts(chunks: Sequence[Chunk]) -> dict[str, Any]:
-    rows, live, padding = (sum_counts(name, chunks) for name in ("rows", "live", "padding"))
+    rows, live, padding = (_sum_counts(name, chunks) for name in ("rows", "live", "padding"))
     return {"rows_replayed": rows - live - padding, "rows_live": live, "rows_padding": padding}
 
 
@@ -308,8 +309,7 @@ def make_chunks(routers: SessionRouters, missing: str) -> list[Chunk]:
         if not replayed:
             continue
         chunks.append(Chunk(index, module, replayed, rank=routers.rank, missing=missing))
-        for each in found:
-            routers.states[each.router].chunk = chunks[-1]
         for position, each in enumerate(replayed):
-            routers.states[each.router].position = position
+            state = routers.states[each.router]
+            state.chunk, state.position = chunks[-1], position
     return chunks

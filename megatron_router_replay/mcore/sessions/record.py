@@ -16,11 +16,11 @@ from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.batches.follow import number_tokens
 from megatron_router_replay.mcore.batches.inputs import ForwardInputs, TokenReader
 from megatron_router_replay.mcore.batches.queue import Microbatch
-from megatron_router_replay.mcore.batches.rows import RowInputs, check_padding, count_rows
+from megatron_router_replay.mcore.batches.rows import RowInputs, check_padding
 from megatron_router_replay.mcore.batches.segments import Partition
 from megatron_router_replay.mcore.core.streams import current_stream
 from megatron_router_replay.mcore.model.find import Models, unwrap
-from megatron_router_replay.mcore.sessions.gathering import Replica, gather_trace, place_after_replicas
+from megatron_router_replay.mcore.sessions.gathering import Replica, gather_trace
 from megatron_router_replay.mcore.sessions.group_check import GroupCheck
 from megatron_router_replay.mcore.sessions.microbatches import Microbatches, Strategy, make_chunks
 from megatron_router_replay.mcore.sessions.routers import SessionRouters
@@ -59,25 +59,17 @@ class RecordedRoutes(Strategy):
     Args:
         routers: of the session.
         chunks: those that take micro-batches.
-        padding_token_ids, cp_partition_mode: see `record`.
+        reader: of the forwards' tokens.
     """
 
     kind = "record"
 
-    def __init__(
-        self,
-        routers: SessionRouters,
-        chunks: list[Chunk],
-        *,
-        padding_token_ids: Sequence[int] | None,
-        cp_partition_mode: Partition | None,
-    ) -> None:
+    def __init__(self, routers: SessionRouters, chunks: list[Chunk], reader: TokenReader) -> None:
         super().__init__()
         self.numbers_itself = False  # by the tokens of the forwards, without rows by hand
-        self._routers, self._chunks = routers, chunks
+        self._routers, self._chunks, self._reader = routers, chunks, reader
         self._recorded: dict[int, list[_Recorded]] = {chunk.index: [] for chunk in chunks}
         self._highest: list[Tensor] = []  # row of each micro-batch that was queued by hand
-        self._reader = TokenReader(padding_token_ids=padding_token_ids, cp_partition_mode=cp_partition_mode)
         self._copied: dict[Any, torch.cuda.Event] = {}  # stream -> the event after which its copies are on the host
 
     # ---- rows of a forward
@@ -88,6 +80,8 @@ class RecordedRoutes(Strategy):
                 "MRR406: rows were given for this forward and none before, so the recording numbered those tokens itself. "
                 "Give rows for all forwards of a recording, or for none."
             )
+        check_padding(inputs, self.checks.check)
+        self.checks.check_range(inputs.rows, _MAX_ROWS)
         microbatch = self._lay_out(chunk, inputs)
         if inputs.rows.numel():
             # Of the whole batch: this rank may route a part of it. Last, because rows that were refused lengthen no trace.
@@ -107,16 +101,14 @@ class RecordedRoutes(Strategy):
 
     def _lay_out(self, chunk: Chunk, inputs: RowInputs, lengths: Tensor | None = None) -> Microbatch:
         rows = inputs.rows
-        check_padding(rows >= 0, inputs.padding, self.checks.check)
-        self.checks.check_range(rows, _MAX_ROWS)
         router_rows = chunk.router_view(rows)
-        padding = None if inputs.padding is None else chunk.router_view(inputs.padding)
+        num_rows = router_rows.numel()
+        num_padding = 0 if inputs.padding is None else chunk.router_view(inputs.padding).sum()
         shape = rows.shape[0], rows.shape[1]
         return Microbatch(
             shape=chunk.router_shape(shape),
             batch_shape=shape,
-            # All but padding is live.
-            counts=count_rows(router_rows.numel(), router_rows >= -1 if padding is None else ~padding, padding),
+            counts={"rows": num_rows, "live": num_rows - num_padding, "padding": num_padding},
             num_routers=len(chunk.replayed_routers),
             rows=router_rows,
             token_ids=inputs.token_ids,
@@ -242,6 +234,12 @@ class RecordedRoutes(Strategy):
 class RecordSession(Session):
     """A session that records: `trace` and `gather` are all that it adds to a session. See `record`."""
 
+    _microbatches: Microbatches
+
+    def __init__(self, routers: SessionRouters, microbatches: Microbatches, recorded: RecordedRoutes) -> None:
+        super().__init__(recorded.kind, routers, microbatches)
+        self._recorded = recorded
+
     def trace(self, *, num_tokens: int | None = None) -> RoutingTrace:
         """Return this rank's part of the recording. It has the rank's layers, and the routes of the rows that it routed.
 
@@ -264,11 +262,10 @@ class RecordSession(Session):
                 exception.
         """
         self._read()
-        recorded = self._recorded
-        sample_lengths = recorded.sample_lengths()
+        sample_lengths = self._recorded.sample_lengths()
         if num_tokens is None:
             num_tokens = self._agreed_length() if sample_lengths is None else sum(sample_lengths)
-        return recorded.trace(num_tokens, sample_lengths)
+        return self._recorded.trace(num_tokens, sample_lengths)
 
     def gather(self, *groups: dist.ProcessGroup | None, num_tokens: int | None = None) -> RoutingTrace:
         """Return all rows and layers of the recording, on every rank of these groups.
@@ -286,23 +283,13 @@ class RecordSession(Session):
             TraceError: as `trace`; or two ranks recorded the same row with different experts.
         """
         trace = self.trace(num_tokens=num_tokens)
-        assert self._microbatches is not None, "it records them"
         is_replica = self._recorded.numbers_itself or not self._microbatches.chunks
         replica: Replica = (_data_parallel_rank(),) if is_replica else None
         for group in groups or (None,) if dist.is_initialized() else ():
-            trace, replica = place_after_replicas(trace, group, replica)
-            trace = gather_trace(trace, group)
+            trace, replica = gather_trace(trace, group, replica)
         return trace
 
-    @property
-    def _recorded(self) -> RecordedRoutes:
-        assert self._microbatches is not None, "it records them"
-        recorded = self._microbatches.strategy
-        assert isinstance(recorded, RecordedRoutes), "its strategy"
-        return recorded
-
     def _agreed_length(self) -> int:
-        assert self._microbatches is not None, "it records them"
         if self._microbatches.result is not None:
             return self._microbatches.result.num_rows
         if len(self._microbatches.group_check.ranks) > 1:
@@ -369,9 +356,9 @@ def record(
     def make(group_check: GroupCheck) -> RecordSession:
         routers = SessionRouters(model_chunks, verify=verify)
         chunks = make_chunks(routers, "rows, so which tokens it recorded is not known")
-        layout: Any = {"padding_token_ids": padding_token_ids, "cp_partition_mode": cp_partition_mode}
-        recorded = RecordedRoutes(routers, chunks, **layout)
-        return RecordSession(recorded.kind, routers, Microbatches(routers, chunks, recorded, group_check))
+        reader = TokenReader(padding_token_ids=padding_token_ids, cp_partition_mode=cp_partition_mode)
+        recorded = RecordedRoutes(routers, chunks, reader)
+        return RecordSession(routers, Microbatches(routers, chunks, recorded, group_check), recorded)
 
     return open_session(make, group)
 

@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -16,12 +15,12 @@ from torch import Tensor
 
 from megatron_router_replay.checks import check_withdrawn
 from megatron_router_replay.errors import LayoutError, TraceError
-from megatron_router_replay.layout.rows import MOVED_APART, check_tokens, count_differing_tokens
+from megatron_router_replay.layout.rows import MOVED_APART, count_differing_tokens
 from megatron_router_replay.mcore.batches.chunk import Chunk
-from megatron_router_replay.mcore.batches.follow import Follower, on_device
+from megatron_router_replay.mcore.batches.follow import Follower, with_index
 from megatron_router_replay.mcore.batches.inputs import ForwardInputs
 from megatron_router_replay.mcore.batches.queue import Microbatch
-from megatron_router_replay.mcore.batches.rows import RowInputs, check_padding, count_rows, is_known
+from megatron_router_replay.mcore.batches.rows import RowInputs, check_padding
 from megatron_router_replay.mcore.batches.segments import Partition
 from megatron_router_replay.mcore.batches.upload import KeptLayer, LayerRoutes, take_rows
 from megatron_router_replay.mcore.core.balance import Balance
@@ -29,10 +28,9 @@ from megatron_router_replay.mcore.core.call import RoutingCall, TopKRequest
 from megatron_router_replay.mcore.core.streams import to_device, to_host
 from megatron_router_replay.mcore.model.find import Models
 from megatron_router_replay.mcore.model.layers import check_trace_layers
-from megatron_router_replay.mcore.sessions import agreement
 from megatron_router_replay.mcore.sessions.agreement import ALL, Agreement
-from megatron_router_replay.mcore.sessions.group_check import GroupCheck, Numbers, judge_replay
-from megatron_router_replay.mcore.sessions.microbatches import Microbatches, Strategy, make_chunks, sum_counts
+from megatron_router_replay.mcore.sessions.group_check import GroupCheck
+from megatron_router_replay.mcore.sessions.microbatches import Microbatches, Strategy, make_chunks
 from megatron_router_replay.mcore.sessions.routers import RouterState, SessionRouters
 from megatron_router_replay.mcore.sessions.session import Session, open_session
 from megatron_router_replay.trace import RoutingTrace
@@ -81,7 +79,7 @@ class TraceRoutes(Strategy):
         self._balance, self._min_replayed, self._min_agreement = balance, min_replayed, min_agreement
         # Sizes before layers: for a trace of another model, the error names the reason and not a missing layer.
         for state in routers.states.values():
-            if state.position >= 0:
+            if state.chunk is not None:
                 _check_model(trace, state)
         check_trace_layers(trace.layer_numbers, routers.modules, walks=routers.walks)
         self._any_live = not bool(trace.replay_mask.all())
@@ -90,13 +88,16 @@ class TraceRoutes(Strategy):
         }
         self._follower: Follower | None = None
         if trace.token_ids is not None and trace.sequence_lengths is not None:
-            layout: Any = {"padding_token_ids": padding_token_ids, "cp_partition_mode": cp_partition_mode}
-            self._follower = Follower(trace, check=self.checks.check, **layout)
+            self._follower = Follower(
+                trace,
+                padding_token_ids=padding_token_ids,
+                cp_partition_mode=cp_partition_mode,
+                check=self.checks.check,
+            )
         self._has_warned = False  # that the host reads rows from a GPU
-        self._agreement: Agreement | None = None
         replayed = [found.router for chunk in chunks for found in chunk.replayed_routers]
         if replayed and (min_agreement or ask_every_layer):
-            self._agreement = Agreement(
+            self.agreement = Agreement(
                 topk=int(replayed[0].topk),
                 num_experts=int(replayed[0].num_experts),
                 num_layers=len(replayed),
@@ -110,19 +111,21 @@ class TraceRoutes(Strategy):
         """Return the micro-batch of a forward's tokens; None: the trace has no tokens to find them by."""
         if self._follower is None:
             return None
+        self._trace.check_unchanged()  # a trainer may compute on it in place between two micro-batches
         trace = self._trace_of[chunk.index]
-        if chunk.device.type != "cpu" and trace.device.type == "cpu":
-            moved = on_device(self._trace, trace.layer_numbers, chunk.device)
-            trace = self._trace_of[chunk.index] = trace if moved is None else moved
+        if "index" not in trace.derived:
+            trace = self._trace_of[chunk.index] = with_index(self._trace, trace.layer_numbers, chunk.device)
         where = f"{chunk.queue.where}, micro-batch {chunk.queue.num_queued}"
-        found = self._follower.find(chunk.module, inputs, trace, where)
+        found = self._follower.find(chunk.module, inputs, trace.derived["index"], where)
         chunk.counts.add(ambiguous=found.num_ambiguous)
         return self._lay_out(chunk, found)
 
     def microbatch(self, chunk: Chunk, inputs: RowInputs) -> Microbatch:
         """Return the micro-batch of rows that were given by hand, and count those that are repeated."""
+        self._trace.check_unchanged()
         trace = self._trace_of[chunk.index]
         inputs = self._at_the_trace(inputs, trace.device)
+        check_padding(inputs, self.checks.check)
         microbatch = self._lay_out(chunk, inputs)
         # Not of rows that tokens found: the tokens of a batch may well contain a sample twice.
         self._count_repeated(chunk, inputs.rows, trace.num_tokens)
@@ -145,32 +148,25 @@ class TraceRoutes(Strategy):
 
     def _lay_out(self, chunk: Chunk, inputs: RowInputs) -> Microbatch:
         """Return the micro-batch that replays these rows of the trace, as this rank's routers see them."""
-        self._trace.check_unchanged()  # a trainer may compute on it in place between two micro-batches
-        trace, rows, padding = self._trace_of[chunk.index], inputs.rows, inputs.padding
+        trace, rows = self._trace_of[chunk.index], inputs.rows
         # Of the whole batch, not of this rank's part: a fault in it raises on every rank.
         any_unrouted = self.checks.check_range(rows, trace.num_tokens)
-        check_padding(rows >= 0, padding, self.checks.check)
-        router_rows = chunk.router_view(rows)  # a part of a recording has these alone
-        live_mask = None
-        if any_unrouted or self._any_live:  # else every row has a route
-            if trace.num_tokens:
-                routed = (router_rows >= 0) & trace.replay_mask[router_rows.clamp(min=0)]
-            else:
-                routed = torch.zeros_like(router_rows, dtype=torch.bool)
-            self._check_known(trace, router_rows, routed)
-            live_mask = ~routed
         expected = self._expected_tokens(trace, rows, inputs.token_ids, any_unrouted=any_unrouted)
-        if padding is not None:
-            padding = chunk.router_view(padding)
-            live_mask = None if live_mask is None else live_mask & ~padding
-        counts = count_rows(router_rows.numel(), live_mask, padding)
+        router_rows = chunk.router_view(rows)  # a part of a recording has these alone
+        gathered_rows, replay_mask, live_mask = router_rows, None, None
+        if any_unrouted or self._any_live:  # else every row has a route
+            has_row, gathered_rows = router_rows >= 0, router_rows.clamp(min=0)
+            replay_mask = has_row & trace.replay_mask[gathered_rows] if self._any_live else has_row
+            self._check_known(trace, gathered_rows, has_row & ~replay_mask)
+            live_mask = ~replay_mask
         # The live router decides padding as well; it is counted apart.
-        masks = [mask for mask in (live_mask, padding) if mask is not None]
-        live_mask = reduce(torch.logical_or, masks) if masks else None
+        num_padding = 0 if inputs.padding is None else chunk.router_view(inputs.padding).sum()
+        num_live = 0 if live_mask is None else live_mask.sum() - num_padding
         live_positions = device_mask = None  # None spares every router of the micro-batch its live top-k
         if live_mask is not None and live_mask.device.type == "cpu":
-            live_positions = to_device(live_mask.nonzero().squeeze(1), chunk.device) if bool(live_mask.any()) else None
-        elif live_mask is not None and (self._min_replayed != 1 or padding is not None):
+            positions = live_mask.nonzero().squeeze(1)
+            live_positions = to_device(positions, chunk.device) if positions.numel() else None
+        elif live_mask is not None and (self._min_replayed != 1 or inputs.padding is not None):
             # Reading from a GPU which rows are live would wait for it. With min_replayed=1 padding alone is live, or the
             # session raises: live rows are counted above, and checked when it is left.
             device_mask = to_device(live_mask, chunk.device)
@@ -178,15 +174,15 @@ class TraceRoutes(Strategy):
         return Microbatch(
             shape=chunk.router_shape(shape),
             batch_shape=shape,
-            counts=counts,
+            counts={"rows": router_rows.numel(), "live": num_live, "padding": num_padding},
             num_routers=len(chunk.replayed_routers),
-            routes=LayerRoutes(take_rows(trace.topk_indices, router_rows.clamp(min=0), chunk.device)),
+            routes=LayerRoutes(take_rows(trace.topk_indices, gathered_rows, chunk.device)),
             live_positions=live_positions,
             live_mask=device_mask,
-            replay_mask=None if live_mask is None else to_device(~live_mask, chunk.device),
+            replay_mask=None if replay_mask is None else to_device(replay_mask, chunk.device),
             token_ids=None if expected is None else to_device(expected, chunk.device),
             batch_rows=None if expected is None else to_device(rows, chunk.device),
-            checked_layer=None if self._agreement is None else self._agreement.next_layer(chunk),
+            checked_layer=None if self.agreement is None else self.agreement.next_layer(chunk),
         )
 
     # ---- checks of rows
@@ -200,12 +196,13 @@ class TraceRoutes(Strategy):
             last[named] = positions
             chunk.counts.add(repeated=int(np.count_nonzero((last[named] != positions) & (named >= 0))))
 
-    def _check_known(self, trace: RoutingTrace, rows: Tensor, routed: Tensor) -> None:
-        """Check that the trace has a route or a token id for each row; `merge_traces` leaves rows of no rank without."""
-        if trace.token_ids is None or not trace.num_tokens or not self._any_live:
+    def _check_known(self, trace: RoutingTrace, rows: Tensor, unrouted: Tensor) -> None:
+        """Check that the trace has a token id for each row without a route; `merge_traces` leaves rows of no rank without."""
+        if trace.token_ids is None or not self._any_live:
             return
-        unknown = (rows >= 0) & ~routed & (trace.token_ids[rows.clamp(min=0)] < 0)
-        first = f" (row {int(rows[unknown][0])}, {int(unknown.sum())} in all)" if is_known(unknown) else ""
+        unknown = unrouted & (trace.token_ids[rows] < 0)
+        is_read = unknown.device.type == "cpu" and bool(unknown.any())  # reading from a GPU would wait for it
+        first = f" (row {int(rows[unknown][0])}, {int(unknown.sum())} in all)" if is_read else ""
         self.checks.check(
             unknown.any(),
             f"MRR108: the batch has rows that the trace knows nothing of{first}: no route and no token id. Another "
@@ -226,16 +223,12 @@ class TraceRoutes(Strategy):
             return None
         if not trace.num_tokens:
             return tokens
+        expected = torch.where(rows >= 0, known[rows.clamp(min=0)], -1) if any_unrouted else known[rows]
         if tokens is None:
-            if not any_unrouted:
-                return known[rows].to(torch.int64)
-            return torch.where(rows >= 0, known[rows.clamp(min=0)].to(torch.int64), -1)
-        if rows.device.type == "cpu":
-            check_tokens(rows, tokens, token_ids=known)
-        else:
-            count, detail = count_differing_tokens(tokens, torch.where(rows >= 0, known[rows.clamp(min=0)], -1), rows)
-            message = f"MRR203: token_ids differ from the trace's: {MOVED_APART}"
-            self.checks.check(count, message, lambda: f"MRR203: {detail()}")
+            return expected.to(torch.int64)
+        count, detail = count_differing_tokens(tokens, expected, rows)
+        message = f"MRR203: token_ids differ from the trace's: {MOVED_APART}"
+        self.checks.check(count, message, lambda: f"MRR203: {detail()}")
         return tokens
 
     # ---- calls of routers
@@ -254,10 +247,10 @@ class TraceRoutes(Strategy):
         if is_checked or live_mask is not None:
             own = request.live_topk()[1]
             if is_checked:
-                assert self._agreement is not None, "a layer is checked"
+                assert self.agreement is not None, "a layer is checked"
                 assert state.chunk is not None, "it takes micro-batches"
                 number = state.found.layer_number
-                self._agreement.add(microbatch, state.chunk, number, own, used, microbatch.replay_mask)
+                self.agreement.add(microbatch, state.chunk, number, own, used, microbatch.replay_mask)
             if live_mask is not None:
                 return torch.where(live_mask.unsqueeze(1), own, used)
         if microbatch.live_positions is not None:
@@ -275,21 +268,7 @@ class TraceRoutes(Strategy):
         """Return the options that all ranks must share, and the agreement."""
         return {
             "options": [self._balance, self._min_replayed, self._min_agreement],
-            "agreement": None if self._agreement is None else self._agreement.numbers(),
-        }
-
-    def judge(self, everyone: Mapping[int, Numbers]) -> tuple[list[str], list[str]]:
-        """Return the problems and warnings of shares and agreement over all ranks."""
-        agreements = [numbers.agreement for numbers in everyone.values() if numbers.agreement]
-        problems, warnings = agreement.judge(agreements, self._min_agreement)
-        return judge_replay(everyone, self._min_replayed) + problems, warnings
-
-    def report(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        """Return the counts of repeated rows and ambiguous segments, and the agreement."""
-        return {
-            "rows_repeated": sum_counts("repeated", chunks),
-            "segments_ambiguous": sum_counts("ambiguous", chunks),
-            "agreement": None if self._agreement is None else self._agreement.report(),
+            "agreement": None if self.agreement is None else self.agreement.numbers(),
         }
 
 

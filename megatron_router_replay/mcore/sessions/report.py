@@ -251,13 +251,12 @@ def log_ended(report: SessionReport) -> None:
         report.rows_live,
         report.rows_padding,
     )
-    # Without padding, which has no routes to replay.
-    expected = report.rows_replayed + report.rows_live
-    if report.kind == "replay" and expected and report.rows_replayed / expected < LOW_SHARE:
+    share = report.replayed_share
+    if share is not None and share < LOW_SHARE:
         warn(
             "share",
-            f"only {100 * report.rows_replayed / expected:.1f} % of the tokens were replayed ({report.rows_replayed} of "
-            f"{expected}); the live router decided the rest. Do some samples have no routes? "
+            f"only {100 * share:.1f} % of the tokens were replayed ({report.rows_replayed} of "
+            f"{report.rows_replayed + report.rows_live}); the live router decided the rest. Do some samples have no routes? "
             "replay(min_replayed=...) makes this an error",
         )
     if report.rows_repeated:

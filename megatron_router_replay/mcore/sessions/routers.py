@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError, listed
@@ -38,15 +37,13 @@ class RouterState:
         found: the router.
         counter: counts of the session and this router.
         chunk_index: which chunk of the session has it.
-        dtype: of the indices that a tape keeps.
-        chunk: it routes the micro-batches of this one; None: the session only freezes it.
-        position: its place among the chunk's routers that replay; -1: it is live, and frozen in recomputes.
+        chunk: it routes the micro-batches of this one; None: it is live, and frozen in recomputes.
+        position: its place among the routers of that chunk which route micro-batches.
     """
 
     found: FoundRouter
     counter: RouterCounts
     chunk_index: int
-    dtype: torch.dtype
     chunk: Chunk | None = None
     position: int = -1
 
@@ -107,8 +104,9 @@ class SessionRouters:
                     verify_routing=not each.dispatchers if verify else verify_routing,
                     topk_again=takes_topk_again(getattr(each.router, "config", None)),
                     balance_off=self._is_off,
+                    dtype=index_dtype(each.router.num_experts),
                 )
-                self.states[each.router] = RouterState(each, counter, index, index_dtype(each.router.num_experts))
+                self.states[each.router] = RouterState(each, counter, index)
         self._verifies = verify or verify_routing
         if self._verifies:
             self._check_verifiable()

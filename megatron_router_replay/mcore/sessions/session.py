@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_router_replay.checks import Check, check_withdrawn
+from megatron_router_replay.checks import check_withdrawn
 from megatron_router_replay.errors import LayoutError, ReplayStateError
 from megatron_router_replay.mcore.core import hooks
 from megatron_router_replay.mcore.core.call import RoutingSource
@@ -140,12 +140,6 @@ class Session:
             raise ReplayStateError(f"MRR407: a {self.kind} session takes no micro-batches: just run the model.")
         return self._microbatches
 
-    @property
-    def _check(self) -> Check:
-        """Return the Check of tensors on a device, which raises at the end of the session; for `trainers`."""
-        assert self._microbatches is not None, "it takes micro-batches"
-        return self._microbatches.strategy.checks.check
-
     # ---- the end
     @property
     def report(self) -> SessionReport:
@@ -241,11 +235,10 @@ def open_session(make: Callable[[GroupCheck], S], group: dist.ProcessGroup | Non
     """Make and start a session that takes micro-batches; publish a failure to the group."""
     group_check = GroupCheck(group)
     try:
-        session = make(group_check)
+        return make(group_check)._start()
     except BaseException:
         group_check.fail()
         raise
-    return session._start()
 
 
 def close_sessions(model_chunks: Models) -> int:

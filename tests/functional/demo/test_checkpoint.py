@@ -2,7 +2,6 @@
 
 import hashlib
 
-import pytest
 from safetensors.torch import load_file
 
 from megatron_router_replay.demo import write_checkpoint
@@ -11,13 +10,8 @@ from megatron_router_replay.demo import write_checkpoint
 SERVED = "f18f0789499d354f2301ec034cadf7b17db730a16d5f83052b08dcbcef0c2d67"
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "new" / "folder")
-
-
-def test_every_weight_has_the_bits_that_were_served(checkpoint):
-    weights = load_file(f"{checkpoint}/model.safetensors")
+def test_every_weight_has_the_bits_that_were_served(tmp_path):
+    weights = load_file(f"{write_checkpoint(tmp_path / 'new' / 'folder')}/model.safetensors")
     digest = hashlib.sha256()
     for name in sorted(weights):
         digest.update(name.encode() + weights[name].numpy().tobytes())

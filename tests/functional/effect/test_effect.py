@@ -6,17 +6,12 @@ import torch
 import megatron_router_replay as mrr
 from examples.effect import freeze, rl
 from examples.effect.arms import ARMS, shifted, without_a_third
-from examples.effect.experts import use_batched_experts
 from examples.effect.figures import IMAGES, pictures, tables
 from examples.effect.floor import forced_logprobs
 from examples.effect.policy import POLICY, int8_rounded
 from examples.effect.results import removed
 from examples.grpo.rollout import Text, TransformersEngine
 from examples.grpo.weights import random_hf_weights, save_hf_checkpoint
-from megatron_router_replay.testing import ParallelSizes
-from tests.support.gradients import gradients
-from tests.support.schedule import random_microbatches, run_schedule
-from tests.support.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 
 
 def trace_of(rows, lengths):
@@ -117,26 +112,3 @@ def test_recomputes_flip_behind_another_order_of_sums_and_frozen_ones_do_not(wor
 def test_without_another_order_nothing_differs(workers_1):
     (run,) = workers_1.run(freeze.train, False, 1, 0, False)
     assert (run["steps"][0]["flips"], run["steps"][0]["error"]) == (0, 0.0)
-
-
-def looped_and_batched():
-    """The loss and the gradients of one step with Megatron's loop over experts, and with all experts at once."""
-    layout = ParallelSizes()
-    layout.initialize()
-    chunks = build_tiny_gpt(tiny_gpt_config(layout, num_layers=2), layout)
-    results = []
-    for batched in (False, True):
-        if batched:
-            use_batched_experts(chunks)
-        (loss,) = run_schedule(chunks, layout, random_microbatches(1))
-        results.append((loss, gradients(chunks)))
-    return results
-
-
-@pytest.mark.slow
-def test_batched_experts_are_megatrons(workers_1):
-    ((loss, expected), (batched_loss, seen)) = workers_1.run(looped_and_batched)[0]
-    torch.testing.assert_close(batched_loss, loss)
-    for name, gradient in expected.items():
-        torch.testing.assert_close(seen[name], gradient, atol=1e-6, rtol=1e-4, msg=name)
-        assert gradient.any(), name

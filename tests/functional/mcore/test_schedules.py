@@ -1,4 +1,4 @@
-"""Megatron's schedules on several ranks: what ranks must agree on, rows by hand, combined 1F1B."""
+"""Combined 1F1B, whose forwards are schedule plans; the other schedules are those of `test_layouts` and `test_follow`."""
 
 from functools import partial
 from typing import Any
@@ -17,40 +17,11 @@ from tests.functional.mcore.cases import (
     left_over,
     model_inputs,
     random_trace,
-    run,
     set_in_configs,
     watched,
     wrong_replays,
 )
 from tests.support.schedule import masked_mean_loss, run_schedule
-
-ELSEWHERE = "rows that the trace knows nothing of"
-
-
-def regrouped(case: Case) -> None:
-    """Record, then replay the same rows in the other order, from this rank's part and from the gathered whole."""
-    _, chunks, microbatches = build(case)
-    with mrr.record(chunks) as recording:
-        run(chunks, case, microbatches, recording)
-    part, whole = recording.trace(), recording.gather()
-    # Position i of the batch goes where position s - 1 - i was: under sequence parallelism to the other rank.
-    for microbatch in microbatches:
-        for name in ("tokens", "labels", "rows"):
-            microbatch[name] = microbatch[name].flip(1)
-    if case.layout.tp_size == 2:
-        with pytest.raises(mrr.RouterReplayError, match=ELSEWHERE), mrr.replay(chunks, part) as session:
-            run(chunks, case, microbatches, session)
-        mrr.close_sessions(chunks)
-    with watched(chunks) as seen, mrr.replay(chunks, whole, min_replayed=1.0) as session:
-        run(chunks, case, microbatches, session)
-    assert (part.num_tokens, whole.num_tokens, bool(whole.replay_mask.all())) == (64, 64, True)
-    assert whole.layer_numbers == (1, 2, 3, 4)
-    assert wrong_replays(case, seen, whole, microbatches) == 0
-
-
-@pytest.mark.parametrize("layout", [ParallelSizes(tp_size=2), ParallelSizes(cp_size=2)], ids=["tp2-sp", "cp2"])
-def test_rows_that_another_rank_routed_raise_and_a_gathered_recording_replays(layout, on_ranks):
-    on_ranks(2, regrouped, Case(layout=layout))
 
 
 def trained_and_evaluated(follows: bool) -> None:

@@ -1,18 +1,14 @@
 """What a session touches, holds and counts in a real model; recomputes use the experts of their forward."""
 
-import functools
 import gc
 import re
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import megatron_router_replay as mrr
-from megatron_router_replay.mcore.batches import chunk as chunk_module
 from megatron_router_replay.mcore.batches.upload import LayerRoutes
 from megatron_router_replay.testing import ParallelSizes
 from tests.functional.mcore.cases import (
@@ -28,39 +24,11 @@ from tests.functional.mcore.cases import (
     moe_routers,
     random_trace,
     run,
-    same,
     watched,
     wrong_replays,
 )
 
 SINGLE = Case(config=FULL)
-
-
-@pytest.mark.parametrize("kind", ["freeze", "record", "replay", "replay of a stage's part"])
-def test_a_session_visits_each_module_once_where_it_opens_and_once_where_it_closes(kind, megatron, monkeypatch):
-    case = Case()
-    _, (model,), _ = build(case)
-    trace = random_trace(case)
-    if kind == "replay of a stage's part":  # the last layer is another stage's
-        del model.decoder.layers[-1]
-    start = {"freeze": mrr.freeze_recompute, "record": mrr.record}.get(kind, lambda model: mrr.replay(model, trace))
-    visits: list[Any] = []
-    for name in ("named_modules", "named_children"):  # modules() and children() call these
-
-        def counted(*args: Any, original: Any, **options: Any) -> Any:
-            visits.append(original)
-            return original(*args, **options)
-
-        original = getattr(nn.Module, name)
-        monkeypatch.setattr(nn.Module, name, functools.partialmethod(counted, original=original))
-    session = start(model)
-    opened = len(visits)
-    visits.clear()
-    problems = session._routers.problems()
-    closed = len(visits)
-    session.close(verify=False)
-    num_modules = len(list(model.modules()))
-    assert (opened, closed, problems) == (num_modules, num_modules, [])
 
 
 @pytest.mark.parametrize(("num_experts", "bytes_an_id"), [(8, 1), (258, 2)])
@@ -112,59 +80,12 @@ def test_with_replay_off_none_of_our_code_runs(megatron):
     assert ours == []
 
 
-# ---- the live router is asked
-
-
-def recorded(case: Case) -> tuple[list[Any], list[dict[str, Any]], Any, mrr.RoutingTrace]:
-    """Return (chunks, micro-batches, what a recorded step gave, its trace)."""
+def one_stage_permutes_its_ids() -> str:
+    case = Case(layout=ParallelSizes(pp_size=2), sequence_length=64)
     _, chunks, microbatches = build(case)
     with mrr.record(chunks) as recording:
-        live = run(chunks, case, microbatches, recording)
-    return chunks, microbatches, live, recording.trace()
-
-
-LAYER = torch.arange(4).view(1, 4, 1)
-DAMAGED: dict[str, Callable[[Tensor], Tensor]] = {
-    "": lambda routes: routes,
-    "one late": lambda routes: routes.roll(1, 0),
-    "samples exchanged": lambda routes: torch.cat([routes[64:128], routes[:64], routes[128:]]),
-    "layers swapped": lambda routes: routes[:, [0, 3, 2, 1]],
-    "ids permuted": lambda routes: torch.where(LAYER == 2, (routes + 3) % 8, routes),
-    "constant": lambda routes: torch.where(LAYER == 3, torch.tensor([0, 1]), routes),
-}
-
-
-@pytest.mark.parametrize("fault", DAMAGED)
-def test_a_damaged_capture_raises_and_a_right_one_does_not(fault, megatron):
-    case = Case(config=FULL, sequence_length=64)
-    chunks, microbatches, live, trace = recorded(case)
-    routes = DAMAGED[fault](trace.topk_indices)
-    session = mrr.replay(chunks, mrr.RoutingTrace(topk_indices=routes, layer_numbers=range(1, 5), num_experts=8))
-    replayed = run(chunks, case, microbatches, session)
-    if fault:
-        with pytest.raises(mrr.RouterReplayError, match="the live router agrees with the replayed routes by"):
-            session.close()
-    else:
-        session.close()
-        assert same(live, replayed)
-        assert session.report.agreement.all_layers == 1.0
-
-
-def test_rows_in_another_order_than_the_routers_raise(monkeypatch, megatron):
-    """reshape for transpose: tokens match, and every routing map is as decided."""
-    case = Case(sequence_length=64)
-    chunks, microbatches, _, trace = recorded(case)
-    monkeypatch.setattr(chunk_module, "rows_for_router", lambda values, **_: values.reshape(-1, *values.shape[2:]))
-    session = mrr.replay(chunks, trace, verify=True)
-    run(chunks, case, microbatches, session)
-    with pytest.raises(mrr.RouterReplayError, match=r"in 4 of 4 layers \("):
-        session.close()
-    assert (session.report.decisions["wrong"], session.report.replayed_share) == (0, 1.0)
-
-
-def one_stage_permutes_its_ids() -> str:
-    case = Case(layout=ParallelSizes(pp_size=4), sequence_length=64)
-    chunks, microbatches, _, trace = recorded(case)
+        run(chunks, case, microbatches, recording)
+    trace = recording.trace()
     routes = (trace.topk_indices + 3 * (trace.layer_numbers == (3,))) % 8
     values = {"layer_numbers": trace.layer_numbers, "num_experts": 8, "replay_mask": trace.replay_mask}
     session = mrr.replay(chunks, mrr.RoutingTrace(topk_indices=routes, **values))
@@ -174,10 +95,10 @@ def one_stage_permutes_its_ids() -> str:
     return str(error.value)
 
 
-def test_four_ranks_with_different_layers_raise_together(on_ranks):
-    first, *others = on_ranks(4, one_stage_permutes_its_ids)
+def test_ranks_with_different_layers_raise_together(on_ranks):
+    first, second = on_ranks(2, one_stage_permutes_its_ids)
     assert re.search(r"in 1 of 4 layers \(.*3: -?\d+%", first)
-    assert others == [first] * 3
+    assert first == second
 
 
 # ---- wrappers: the forward step is `output = model(**batch)`, replay on or off
@@ -196,21 +117,18 @@ def data_parallel(model: Any, config: Any) -> Any:
     return DistributedDataParallel(config, options, model)
 
 
-def compiled(model: Any, config: Any) -> Any:
+def compiled(model: Any) -> Any:
     torch._dynamo.reset()
-    decoder = model.module.module.decoder  # traced for half a minute; `test_compile` has compiled layers
+    decoder = model.module.module.decoder  # traced for half a minute; `test_compile` compiles routers
     decoder.forward = torch._dynamo.disable(decoder.forward)
     return torch.compile(model, backend="eager")
 
 
-@pytest.mark.parametrize("wrappers", [[bfloat16, data_parallel], [bfloat16, data_parallel, compiled]])
-def test_rows_are_found_through_any_wrapper(wrappers, megatron):
+def test_rows_are_found_through_any_wrapper(megatron):
     half = {"bf16": True, "params_dtype": torch.bfloat16}
     case = Case(config={"num_layers": 2, **FULL, **half}, num_microbatches=2)
     config, (inner,), microbatches = build(case)
-    model = inner
-    for wrap in wrappers:
-        model = wrap(model, config)
+    model = compiled(data_parallel(bfloat16(inner, config), config))
 
     def step() -> list[float]:
         losses = []
@@ -250,8 +168,7 @@ def noise_flips_nothing(case: Case) -> None:
 NOISY = {
     "two layers a checkpoint": Case(config=FULL | {"recompute_num_layers": 2}),
     "fused": Case(config=FULL, fused=True),
-    "pp2": Case(layout=ParallelSizes(pp_size=2), config=FULL),
-    "vpp2, fused": Case(layout=ParallelSizes(pp_size=2, vp_size=2), config=MOE, fused=True),
+    "vpp2": Case(layout=ParallelSizes(pp_size=2, vp_size=2), config=MOE),
     "tp2": Case(layout=ParallelSizes(tp_size=2), config=FULL),
 }
 

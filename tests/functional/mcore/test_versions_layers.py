@@ -1,4 +1,4 @@
-"""Layers of real models, hybrid ones of later versions too, and the order of columns that a version's top-k has."""
+"""Layers of hybrid models, which Megatron-Core has since 0.18."""
 
 from itertools import chain
 from typing import Any
@@ -24,7 +24,6 @@ from tests.functional.mcore.cases import (
 )
 from tests.support.tiny_gpt import tiny_gpt_config
 from tests.support.tiny_hybrid import build_tiny_hybrid
-from tests.unit.mcore.tiny_chunk import AROUND, SCORES, Chunk
 
 pytestmark = pytest.mark.version
 PP2 = ParallelSizes(pp_size=2)
@@ -52,9 +51,8 @@ def hybrid_replay(case: Case, pattern: str, numbers: tuple[int, ...], layers_of_
 
 
 @needs_hybrid
-@pytest.mark.parametrize("recompute", [{}, FULL], ids=["none", "full"])
 @pytest.mark.parametrize(
-    ("pattern", "topk", "numbers"), [("*E*E*E", 2, (2, 4, 6)), ("*E*E*E", 4, (2, 4, 6)), ("MEM*EME", 4, (2, 5, 7))]
+    ("pattern", "topk", "numbers", "recompute"), [("*E*E*E", 2, (2, 4, 6), {}), ("MEM*EME", 4, (2, 5, 7), FULL)]
 )
 def test_a_hybrid_model_routes_in_the_layers_of_its_pattern(pattern, topk, numbers, recompute, megatron):
     """A GPT model that became a hybrid one routes in layers 2, 4 and 6; Mamba layers count, and have no routes."""
@@ -88,38 +86,3 @@ def test_each_moe_layer_of_an_mtp_block_has_its_own_number_and_is_live(megatron)
     targets = {number: as_map(trace.layer(number)[rows]) for number in trace.layer_numbers}
     used = [[number for number, target in targets.items() if torch.equal(each, target)] for each in maps]
     assert used == [[2], [4], [], [], [], []], "those of MTP layers are live"
-
-
-# Bit for bit at top-4: sessions have the column order of the run that they imitate, whatever order a version's top-k has.
-# From Megatron-Core 0.18 on the top-k is sorted only where gradients are on: a forward that is checkpointed has other columns
-# than its recompute: equal sets, but sums in another order.
-
-
-def _run(chunk, around, queue=lambda: None):
-    """Return what a forward and its backward give, to the bit."""
-    chunk.around = around
-    chunk.zero_grad()
-    queue()
-    logits = chunk(TOKENS, 0)
-    logits.square().sum().backward()
-    return [logits.detach(), *(parameter.grad.clone() for parameter in chunk.parameters())]
-
-
-TOKENS = torch.arange(64).view(4, 16) % 32
-
-
-@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
-@pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
-def test_every_way_of_scoring_is_bit_identical_to_the_run_without_a_session(scores, around):
-    """Also where columns are not put in order, because no sum depends on it or they are in order already."""
-    chunk = Chunk(moe_router_topk=5, **scores)
-    without = _run(chunk, around)
-    with mrr.freeze_recompute(chunk):
-        assert all(map(torch.equal, without, _run(chunk, around)))
-    rows = torch.arange(64).view(4, 16)
-    with mrr.record(chunk) as recording:
-        assert all(map(torch.equal, without, _run(chunk, around, lambda: recording.microbatch(rows, chunk))))
-    trace = recording.trace()
-    for kept in (trace, trace.without_routes(torch.arange(64) % 2 == 1)):
-        with mrr.replay(chunk, kept) as session:
-            assert all(map(torch.equal, without, _run(chunk, around, lambda: session.microbatch(rows, chunk))))

@@ -7,15 +7,7 @@ pytest.importorskip("transformers")
 
 from megatron_router_replay.capture import CaptureError, Capturer
 from megatron_router_replay.capture.routers import find_router_sites
-from tests.unit.capture.sampling import MODELS, build_model
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_every_moe_layer_of_a_transformers_model_is_found(name):
-    _, layer_numbers, num_experts = MODELS[name]
-    sites = find_router_sites(build_model(name))
-    assert tuple(site.layer_number for site in sites) == layer_numbers
-    assert {(site.num_experts, site.topk) for site in sites} == {(num_experts, 2)}
+from tests.unit.capture.sampling import build_model
 
 
 def test_an_unknown_router_beside_known_ones_is_refused():

@@ -32,11 +32,12 @@ def assert_exact(model, trace):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_padded_batch_that_is_sampled_has_one_sample_a_row(name):
-    model = build_model(name)
+    model, (_, layer_numbers, num_experts) = build_model(name), MODELS[name]
     ids, mask = pad(PROMPTS, "left")
     with mrr.capture.watch(model) as seen:
         sequences = generate(model, ids, mask, do_sample=True)
     trace = seen.trace(sequences, mask, pad_token_id=0)
+    assert (trace.layer_numbers, trace.num_experts, trace.topk) == (layer_numbers, num_experts, 2)
     assert trace.sequence_lengths == (14, 12, 10)
     assert trace.token_ids.tolist() == [
         t for prompt, s in zip(PROMPTS, sequences) for t in s.tolist()[-9 - len(prompt) :]
@@ -44,12 +45,18 @@ def test_a_padded_batch_that_is_sampled_has_one_sample_a_row(name):
     assert_exact(model, trace)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])  # one mask, and one for each kind of layer
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])  # masks of bools, and of numbers that are added
-def test_padding_is_read_off_the_masks_of_a_static_cache(name, attention):
-    model = build_model(name)
-    if name != "gpt_oss" or attention == "eager":
-        model.set_attn_implementation(attention)
+@pytest.mark.parametrize(
+    ("name", "attention", "fields"),
+    [
+        ("mixtral", "sdpa", {}),  # one mask, of bools
+        ("mixtral", "eager", {}),  # one of numbers that are added
+        ("gpt_oss", "eager", {}),  # one for each kind of layer
+        ("gpt_oss", "eager", {"sliding_window": 3}),  # that of full attention is read
+    ],
+)
+def test_padding_is_read_off_the_masks_of_a_static_cache(name, attention, fields):
+    model = build_model(name, **fields)
+    model.set_attn_implementation(attention)
     ids, mask = pad(PROMPTS, "left")
     with mrr.capture.watch(model) as seen:
         sequences = generate(model, ids, mask, cache_implementation="static")
@@ -58,14 +65,6 @@ def test_padding_is_read_off_the_masks_of_a_static_cache(name, attention):
     trace = seen.trace(sequences, mask, pad_token_id=0)
     assert trace.sequence_lengths == (14, 12, 10)
     assert_exact(model, trace)
-
-
-def test_the_mask_of_full_attention_is_read_where_other_layers_have_a_window():
-    model = build_model("gpt_oss", sliding_window=3)
-    ids, mask = pad(PROMPTS, "left")
-    with mrr.capture.watch(model) as seen:
-        sequences = generate(model, ids, mask, cache_implementation="static")
-    assert_exact(model, seen.trace(sequences, mask, pad_token_id=0))
 
 
 def test_the_shortest_padded_prompt_is_exact(mixtral):

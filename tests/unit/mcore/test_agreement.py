@@ -1,5 +1,6 @@
 """Agreement of the live router with replayed routes: counts by hand, and the sums of ranks."""
 
+import json
 import re
 import warnings
 from types import SimpleNamespace
@@ -29,6 +30,11 @@ def asking(*, experts=8, topk=2, rank=0, sharing=(0, 1, 0), share=(0, 1)):
     return made
 
 
+def sharing(num_ranks, **options):
+    """The ranks of a group that have a part each of every sequence."""
+    return [asking(rank=rank, sharing=(0, num_ranks, 0), **options) for rank in range(num_ranks)]
+
+
 def ask(asks, live, used, *, number=0, layer=1, sequences=1, cu_seqlens=None, counts=None):
     microbatch = SimpleNamespace(number=number, shape=(len(live) // sequences, sequences), cu_seqlens=cu_seqlens)
     asks.add(microbatch, asks.chunk, layer, live, used, counts)
@@ -44,7 +50,8 @@ def routes(rows, seed=0, *, experts=8, topk=2, noise=0.1):
 
 def found(*asks, least=0.25):
     """Return the problem that the ranks of a session raise, or "", and whether they warn."""
-    problems, warnings = agreement.judge([each.numbers() for each in asks], least)
+    told = json.loads(json.dumps([each.numbers() for each in asks]))  # as ranks publish them
+    problems, warnings = agreement.judge(told, least)
     return "".join(problems), bool(warnings)
 
 
@@ -66,23 +73,10 @@ def test_rows_are_counted_as_by_hand_whatever_the_order_of_experts():
     evidence = sum(min(8, beyond) for *_, beyond in columns)
     expected = pytest.approx((80, shared, shared + missed, evidence), rel=1e-5)
     assert asks.report().layers == {1: expected, 2: expected}
-
-
-def test_rows_that_do_not_count_are_not_judged():
-    live, used = routes(200)
-    counts = torch.arange(200) < 100
-    live[~counts], used[~counts] = torch.tensor([0, 1]), torch.tensor([2, 3])  # nor do they load experts
-    asks, alone = asking(), asking()
-    ask(asks, live, used, counts=counts)
-    ask(alone, live[counts], used[counts])
-    assert asks.report().layers[1] == pytest.approx(alone.report().layers[1], rel=1e-4)
-    assert asks.report().all_layers > 0.85
-    assert asks.report().layers[1].rows == 100
-    ask(asks, live, used, counts=torch.zeros(200, dtype=torch.bool), number=1)
-    assert asks.report().layers[1].rows == 100, "and none is no number that spoils others"
-    assert asks.report().all_layers > 0.85
-    ask(asks, live[counts], used[counts], number=2)
-    assert asks.report().layers[1].rows == 200, "a report is of all calls so far"
+    ask(asks, live, used, counts=torch.zeros(120, dtype=torch.bool), number=1)
+    assert asks.report().layers == {1: expected, 2: expected}, "no row is no number that spoils others"
+    ask(asks, live[:60], used[:60], number=2)
+    assert asks.report().layers[1].rows == 140, "a report is of all calls so far"
 
 
 STARTS = [0, 550, 550, 750, 1200]
@@ -166,32 +160,13 @@ def test_wrong_routes_raise_and_name_their_place(case, topk):
     assert warns == (case != "right" and not problem)
 
 
-def test_low_layers_name_every_layer_and_both_causes_and_no_switch():
-    asks = asking()
-    for layer, wrong in ((1, 0.9), (2, 0.85), (3, 0.65), (4, 0.0)):
-        live, used = routes(2000, layer)
-        changed = torch.arange(2000) < wrong * 2000
-        used[changed] = one_late(live, used)[changed]
-        ask(asks, live, used, layer=layer)
-    problem, _ = found(asks)
-    assert re.search(
-        r"in 2 of 4 layers \(1: \d+%, 2: \d+%, 3: \d\d%, 4: \d\d%\)\. .*other weights.*other rows or layers", problem
-    )
-    assert "min_agreement=0 " not in problem + "."
-    assert "changed places" not in problem
-
-
 def test_one_of_the_packed_samples_that_is_wrong_raises():
     live, used = routes(1200)
-    used[550:750] = one_late(live[550:750], used[550:750])
-    whole, packed = asking(), asking()
-    ask(whole, live, used)
-    ask(packed, live, used, cu_seqlens=torch.tensor(STARTS, dtype=torch.int32))
-    assert re.search(r"in 1 of 3 samples .* sequence 2 ", found(packed)[0])
     packed = asking()
-    ask(packed, live[:550].repeat(2, 1)[:1200], live[:550].repeat(2, 1)[:1200], cu_seqlens=torch.tensor([0, 550, 1100]))
-    ask(packed, live[:1100], used[:1100], number=1, cu_seqlens=torch.tensor([0, 300, 550, 750, 1100]))
-    assert re.search(r"in 1 of 6 samples .* micro-batch 1, layer 1, sequence 2 ", found(packed)[0])
+    ask(packed, live, used, cu_seqlens=torch.tensor([0, 600, 1200]))
+    used[550:750] = one_late(live[550:750], used[550:750])
+    ask(packed, live, used, number=1, cu_seqlens=torch.tensor(STARTS, dtype=torch.int32))
+    assert re.search(r"in 1 of 5 samples .* micro-batch 1, layer 1, sequence 2 ", found(packed)[0])
     live, used = routes(2048)
     used[1024:] = used[1024]  # half of a sample repeats one route
     half = asking()
@@ -217,11 +192,6 @@ def test_a_run_of_one_token_at_a_near_tie_is_no_evidence():
     asks = asking()
     ask(asks, live, used)
     assert 0.5 < asks.report().least_sample < 0.9
-    used[:40] = used[:40].roll(1, 0)  # one that agrees counts in full
-    used[40:] = live[40:]
-    asks = asking()
-    ask(asks, live, used)
-    assert asks.report().least_sample > 0.4
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -229,7 +199,7 @@ def test_a_long_loop_of_few_near_ties_counts_once(ranks):
     """Each window of it is low; a window alone has enough evidence."""
     generator = torch.Generator().manual_seed(0)
     loop = torch.rand(8, 32, generator=generator).topk(4).indices[torch.arange(4096) % 8]
-    asks = [asking(experts=32, topk=4, rank=rank, sharing=(0, ranks, 0)) for rank in range(ranks)]
+    asks = sharing(ranks, experts=32, topk=4)
     for each, part in zip(asks, loop.chunk(ranks)):
         filler, _ = routes(4096, experts=32, topk=4)  # another sample, or all tokens are as chance has them
         live = torch.stack([part, filler[: len(part)]], 1).flatten(0, 1)
@@ -248,7 +218,7 @@ def test_a_loop_of_near_ties_counts_once_also_where_ranks_have_a_part_each(low_r
     """Rows of four near-ties and others that agree, in one or two windows of one rank or in parts of them."""
     low, least = [], []
     for num_ranks in (1, ranks):
-        asks = [asking(topk=1, rank=rank, sharing=(0, num_ranks, 0)) for rank in range(num_ranks)]
+        asks = sharing(num_ranks, topk=1)
         live, used = near_ties(low_rows // num_ranks, 4)
         right = torch.arange(right_rows // num_ranks).unsqueeze(1) % 6
         order = torch.rand(len(live) + len(right), generator=torch.Generator().manual_seed(0)).argsort()
@@ -271,10 +241,10 @@ def test_a_token_at_near_ties_that_fills_half_of_each_sample_leaves_its_layer_le
     assert asks.report().judged[1] > 0.5
 
 
-@pytest.mark.parametrize("hot_share", [0.5, 0.9, 0.98])
+@pytest.mark.parametrize("hot_share", [0.5, 0.98])
 def test_a_top_1_router_with_a_hot_expert_is_legal(hot_share):
     """An early rule refused up to 42 % of such routes, because most rows name one expert."""
-    for seed in range(20):
+    for seed in range(10):
         asks, generator = asking(topk=1), torch.Generator().manual_seed(seed)
         for number in range(10):
             scores = torch.randn(400, 8, generator=generator)
@@ -287,7 +257,7 @@ def test_a_top_1_router_with_a_hot_expert_is_legal(hot_share):
 
 def judged_and_low(ranks, live, used, **options):
     """Return how many samples are judged and low, of one sample that so many ranks have a part each of."""
-    asks = [asking(rank=rank, sharing=(0, ranks, 0), **options) for rank in range(ranks)]
+    asks = sharing(ranks, **options)
     for each, *parts in zip(asks, live.chunk(ranks), used.chunk(ranks)):
         assert each.numbers()["low"] == [0, 0, 0]
         ask(each, *parts)
@@ -317,7 +287,7 @@ def test_a_block_of_few_different_routes_is_not_judged(experts, low, ranks):
 # ---- ranks
 def one_wrong_sample(seed, tp_size):
     """Ranks of a session of 24 samples of 95 rows and one of padding; one sample of a micro-batch is of other tokens."""
-    asks = [asking(experts=32, topk=8, rank=rank, sharing=(0, tp_size, 0)) for rank in range(tp_size)]
+    asks = sharing(tp_size, experts=32, topk=8)
     counts = (torch.arange(96) < 95).unsqueeze(1).expand(96, 8)
     for number in range(3):
         live, used = (x.view(96, 8, 8).clone() for x in routes(96 * 8, 10 * seed + number, experts=32, topk=8))
@@ -331,7 +301,7 @@ def one_wrong_sample(seed, tp_size):
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
 def test_one_wrong_sample_of_95_rows_raises_however_many_ranks_share_it(tp_size):
-    for seed in range(10):
+    for seed in range(5):
         problem, _ = found(*one_wrong_sample(seed, tp_size))
         assert re.search(r"in \d of \d+ samples in a layer, .*micro-batch 1, layer 2, sequence 5 ", problem)
         assert ("those that share its sequences" in problem) == (tp_size > 2)
@@ -348,78 +318,46 @@ def test_few_wrong_rows_on_each_of_many_ranks_add_up(wrong):
     assert [each.report().samples_not_judged for each in asks] == [1] * 64
 
 
-def test_ranks_with_the_same_rows_count_once_and_one_that_is_wrong_alone_raises():
-    for wrong, raises, warns in (({0, 1, 2, 3}, False, True), ({2}, False, True), ({}, False, False)):
-        asks = [asking(rank=rank, sharing=(rank, 1, 0)) for rank in range(4)]
-        for rank, each in enumerate(asks):
-            for layer in range(1, LAYERS + 1):
-                live, used = routes(2 * 100, layer)
-                if rank in wrong and layer == 1:
-                    used[::2] = one_late(live[::2], used[::2])  # 100 rows: 175 decisions beyond chance
-                ask(each, live, used, layer=layer, sequences=2)
-        assert (bool(found(*asks)[0]), found(*asks)[1]) == (raises, warns), wrong
+@pytest.mark.parametrize(("wrong", "step", "result"), [((0, 1, 2, 3), 2, "warns"), ((2,), 1, "raises")])
+def test_ranks_with_the_same_rows_count_once_and_one_that_is_wrong_alone_raises(wrong, step, result):
     asks = [asking(rank=rank, sharing=(rank, 1, 0)) for rank in range(4)]
     for rank, each in enumerate(asks):
-        live, used = routes(400)
-        ask(each, live, one_late(live, used) if rank == 2 else used)
-    assert "in 1 of 1 layers" in found(*asks)[0]
+        for layer in range(1, LAYERS + 1):
+            live, used = routes(200, layer)
+            if rank in wrong and layer == 1:  # one of two sequences of 100 rows: 175 decisions beyond chance
+                used[::step] = one_late(live[::step], used[::step])
+            ask(each, live, used, layer=layer, sequences=2)
+    problem, warns = found(*asks)
+    assert (bool(problem), warns) == {"warns": (False, True), "raises": (True, False)}[result]
 
 
-def test_layers_add_up_over_ranks_and_failing_samples_of_all_of_them_raise_together():
-    ranks = []
-    for rank in range(4):
-        asks = asking(rank=rank)
+def test_failing_samples_of_all_ranks_raise_together():
+    ranks = [asking(rank=rank) for rank in range(4)]
+    for rank, asks in enumerate(ranks):
         for number in range(2):
             live, used = routes(100, 10 * rank + number)
             ask(asks, live, one_late(live, used) if rank < 3 and number else used, number=number, layer=1 + rank // 2)
-        ranks.append(asks)
     assert "in 3 of 8 samples" in found(*ranks)[0]
-    told = [each.numbers() for each in ranks]
-    told[0] = {**told[0], "layers": {"3": [100, 10, 150, 99]}}  # as it comes through JSON
-    assert re.search(r"in 1 of 3 layers \(.*3: 7%\)", agreement.judge(told, 0.25)[0][0])
 
 
 # ---- in a session
-def test_every_session_asks_one_layer_a_micro_batch_and_all_in_the_first():
-    chunk = Chunk()
-    counted = []
-    for _ in range(2):
-        with mrr.replay(chunk, random_trace(24)) as session:
-            for number in range(3):
+def test_every_session_asks_one_layer_a_micro_batch_and_all_in_the_first_of_a_chunk():
+    trace = random_trace(24, replay_mask=torch.arange(24) % 8 != 5)  # a live row is not compared
+
+    def rows_by_layer(chunk, num_microbatches, **options):
+        with mrr.replay(chunk, trace, **options) as session:
+            for number in range(num_microbatches):
                 session.microbatch(ROWS + 8 * number)
                 chunk(tokens(), number)
-        counted.append({layer: unit.rows for layer, unit in session.report.agreement.layers.items()})
-    assert counted == [{1: 16, 2: 16, 3: 8}, {1: 8, 2: 8, 3: 8}]
-    with mrr.replay(chunk, random_trace(8), ask_every_layer=True) as session:
-        session.microbatch(ROWS)
-        chunk(tokens())
-    assert {layer: unit.rows for layer, unit in session.report.agreement.layers.items()} == {1: 8, 2: 8, 3: 8}
-    with mrr.replay(chunk, random_trace(8), min_agreement=0) as session:
-        session.microbatch(ROWS)
-        chunk(tokens())
-    assert session.report.agreement is None
+        agreement = session.report.agreement
+        return agreement and {layer: unit.rows for layer, unit in agreement.layers.items()}
 
-
-def test_the_rotation_goes_on_from_session_to_session_and_is_a_chunks_own():
-    chunk, other = asking().chunk, asking().chunk
-    layers = []
-    for _ in range(2):
-        asks = Agreement(topk=2, num_experts=8, num_layers=4, least=0.25, every_layer=False, rank=0)
-        layers += [asks.next_layer(chunk) for _ in range(3)]
-    assert layers == [0, 1, 2, 3, 0, 1]
-    assert asks.next_layer(other) == 0
-
-
-def test_a_session_that_is_not_judged_leaves_nothing_to_the_next():
-    chunk = Chunk()
-    right = recorded(Chunk(), 1)
-    wrong = mrr.RoutingTrace(topk_indices=right.topk_indices.roll(7, 0), layer_numbers=range(1, 4), num_experts=8)
-    for trace, options in ((wrong, {"min_agreement": 0, "ask_every_layer": True}), (right, {"ask_every_layer": True})):
-        for start in (0, 12, 24):
-            with mrr.replay(chunk, trace, **options) as session:
-                session.microbatch(torch.arange(start, start + 12).view(1, 12))
-                chunk(tokens(2, 24, seed=0)[start // 24 : start // 24 + 1, start % 24 : start % 24 + 12], 0)
-            assert session.report.agreement.judged == {}
+    chunk, other = Chunk(), Chunk()
+    assert rows_by_layer(chunk, 3) == {1: 14, 2: 14, 3: 7}
+    assert rows_by_layer(other, 1) == {1: 7, 2: 7, 3: 7}
+    assert rows_by_layer(chunk, 2) == {3: 7, 1: 7}, "the next session goes on with the next layer"
+    assert rows_by_layer(chunk, 1, ask_every_layer=True) == {1: 7, 2: 7, 3: 7}
+    assert rows_by_layer(chunk, 1, min_agreement=0) is None
 
 
 def recorded(chunk, number):
@@ -440,7 +378,9 @@ def test_a_recording_agrees_and_one_of_other_weights_raises_unless_that_was_mean
             session.microbatch(rows)
             chunk(tokens(2, 24, seed=number), number)
         if trace is wrong and least:
-            with pytest.raises(mrr.RouterReplayError, match=r"in 3 of 3 layers .*other weights"):
+            with pytest.raises(
+                mrr.RouterReplayError, match=r"3 of 3 layers \(1: -?\d+%, .*other weights.*other rows or layers"
+            ):
                 session.close()
         else:
             session.close()
@@ -452,18 +392,17 @@ def test_routes_that_agree_little_are_warned_of_once(monkeypatch):
     routes = right.topk_indices.clone()
     routes[::2] = routes[::2].roll(1, 0)  # of another token of the sample
     half = mrr.RoutingTrace(topk_indices=routes, layer_numbers=right.layer_numbers, num_experts=right.num_experts)
-    shown = []
-    for _ in range(2):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            chunk = Chunk()
-            with mrr.replay(chunk, half) as session:
-                session.microbatch(torch.arange(48).view(2, 24))
-                chunk(tokens(2, 24, seed=0), 0)
-        shown.append([str(each.message) for each in caught if each.category is RuntimeWarning])
+    for is_first in (True, False):
+        session = mrr.replay(chunk := Chunk(), half)
+        session.microbatch(torch.arange(48).view(2, 24))
+        chunk(tokens(2, 24, seed=0), 0)
+        if is_first:
+            with pytest.warns(RuntimeWarning, match=r"the live router agrees little with .* routes \(layers "):
+                session.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        session.close()
     assert 0.25 < session.report.agreement.all_layers < 0.6
-    assert [len(each) for each in shown] == [1, 0]
-    assert "the live router agrees little with the replayed routes (layers " in shown[0][0]
 
 
 def test_a_session_may_begin_in_inference_mode_and_go_on_in_another():

@@ -122,5 +122,3 @@ def test_values_and_options_of_earlier_versions_are_refused_by_name():
     for name in ("expert_bias", "aux_loss"):
         with pytest.raises(TraceError, match=rf"MRR101: replay\({name}=\.\.\.\) is gone in 0.3: .*balance='off'"):
             mrr.replay(Chunk(), random_trace(8), **{name: "off"})
-    with pytest.raises(TypeError, match="unexpected keyword argument 'balanced'"):
-        mrr.replay(Chunk(), random_trace(8), balanced="off")

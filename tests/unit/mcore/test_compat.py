@@ -1,4 +1,4 @@
-"""Which Megatron-Core will do: the feature decides, asked of the routing function; numbers only say what was tested."""
+"""A Megatron-Core is supported if its routing function takes router_replay; version numbers only name the tested ones."""
 
 import contextlib
 import functools
@@ -31,23 +31,15 @@ def test_the_imported_megatron_core_replays_and_its_version_is_its_own_word():
     assert megatron_version() == megatron.core.__version__
 
 
-@pytest.mark.parametrize(
-    ("version", "newer"),
-    [
-        ("0.16.0rc0", False),
-        ("0.18.2", False),
-        ("0.19.2", False),
-        ("0.19.2+d98e8a6", False),
-        ("0.19.3", True),
-        ("0.20.0", True),
-        ("0.100.0", True),
-        ("1.0", True),
-        ("unknown", True),
-    ],
-)
-def test_what_is_newer_than_all_that_was_tested(version, newer):
+@pytest.mark.parametrize("version", ["0.16.0rc0", "0.18.2", "0.19.2", "0.19.2+d98e8a6"])
+def test_versions_up_to_the_last_tested_one_are_known(version):
     assert TESTED[-1] == "0.19.2"
-    assert is_newer_than_tested(version) is newer
+    assert not is_newer_than_tested(version)
+
+
+@pytest.mark.parametrize("version", ["0.19.3", "0.20.0", "0.100.0", "1.0", "unknown"])
+def test_a_version_above_all_that_were_tested_is_newer(version):
+    assert is_newer_than_tested(version)
 
 
 def before_0_16(logits: Tensor, topk: int, fused: bool = False) -> Any:
@@ -97,7 +89,7 @@ def asks_twice(*args: Any, **options: Any) -> Any:
     return topk_routing_with_score_function(*args, **options)
 
 
-@functools.wraps(topk_routing_with_score_function)  # which copies what is on the function
+@functools.wraps(topk_routing_with_score_function)  # which copies the attributes of the function
 def adds_an_expert(*args: Any, **options: Any) -> Any:
     probs, routing_map = topk_routing_with_score_function(*args, **options)
     return probs, routing_map | torch.eye(EXPERTS, dtype=torch.bool)[:1]
@@ -120,12 +112,11 @@ def test_a_routing_function_that_does_not_do_what_it_is_told_raises(function, me
 
 
 @pytest.mark.parametrize("is_hash_layer", [False, True])
-def test_a_driven_router_that_asks_nobody_raises_unless_a_table_routes_it(is_hash_layer, monkeypatch):
-    chunk = Chunk(num_layers=1)
+def test_a_driven_router_without_a_request_raises_unless_a_table_routes_it(is_hash_layer, monkeypatch):
     monkeypatch.setattr(router_module, "topk_routing_with_score_function", ignores_it)
+    chunk = Chunk(num_layers=1)
     (router,) = chunk.routers
-    if is_hash_layer:
-        router.is_hash_layer = True
+    router.is_hash_layer = is_hash_layer
     router.router_replay = mrr.mcore.RouterReplay()
     router.router_replay.set_router_replay_action(mrr.mcore.RouterReplayAction.RECORD)
     raises = pytest.raises(ReplayStateError, match="layer 1 chose experts without a request to its RouterReplay")

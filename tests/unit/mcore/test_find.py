@@ -1,4 +1,4 @@
-"""Which routers a model has, which layer each is in, and whether a trace can be of it: read off modules made by hand."""
+"""The routers of a model, their layers, and the layers of a trace that fits: on modules made by hand."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def mtp(number: int, *layers: Any, name: str = "mtp_model_layer") -> Any:
 
 
 def model(*layers: Any, mtp_layers: tuple[Any, ...] = (), pattern: str | None = None, **config: Any) -> nn.Module:
-    """Return a chunk with these layers in its decoder; the config is one of experts, where nothing else is said."""
+    """Return a chunk with these layers in its decoder; the config is one of experts, by default."""
     whole = bare(nn.Module, decoder=bare(nn.Module, layers=nn.ModuleList(layers)), mtp=nn.ModuleList(mtp_layers))
     whole.config = SimpleNamespace(
         **{"num_layers": len(layers), "num_moe_experts": 8, "moe_router_topk": 2, "moe_layer_freq": 1} | config
@@ -137,10 +137,8 @@ def test_a_router_whose_whole_layer_is_captured_into_a_cuda_graph_is_marked():
 @pytest.mark.parametrize(
     ("mtp_layers", "config", "expected"),
     [
-        # Their routers start at 1 again. Four layers in the decoder of the whole model, one of them on this rank.
-        ([mtp(1, moe(1)), mtp(2, moe(1))], {"num_layers": 4}, [5, 6]),
+        # Their routers start at 1 again; each layer inside has a number, routing or not.
         ([mtp(1, moe(1), name="transformer_layer")], {"num_layers": 4}, [5]),
-        # Each layer inside has a number, routing or not.
         ([mtp(depth, moe(1), dense(2), moe(3)) for depth in (1, 2)], {"num_layers": 4}, [5, 7, 8, 10]),
         ([mtp(1, moe(1))], {"pattern": "M|EME/E", "num_layers": 99}, [5]),
     ],
@@ -176,17 +174,18 @@ def test_a_wrapper_without_a_config_has_one_child_with_routers_and_that_has_a_co
     actor_critic = bare(Module, policy=bare(Module, inner=policy), value_head=nn.Linear(1, 1))
     assert unwrap(actor_critic) is policy
     two = bare(Module, policy=policy, critic=model(moe(1)))
-    assert wrappers(two) == [two], "which of them it stands for cannot be told"
+    assert wrappers(two) == [two], "either may be the model"
     layers = bare(Module, layer=bare(Module, inner=moe(1)))
     assert wrappers(layers) == [layers], "the layers of a model are no models"
 
 
-@pytest.mark.parametrize(("size", "whole"), [(None, True), (1, True), (2, True), (3, False)])
-def test_all_chunks_of_a_virtual_pipeline_are_there_or_the_number_is_named(size, whole):
-    chunks = [model(moe(number), virtual_pipeline_model_parallel_size=size) for number in (1, 2)]
-    if whole:
-        check_whole_pipeline(chunks)
-        return
+@pytest.mark.parametrize("size", [None, 1, 2])
+def test_all_chunks_of_a_virtual_pipeline_are_there(size):
+    check_whole_pipeline([model(moe(number), virtual_pipeline_model_parallel_size=size) for number in (1, 2)])
+
+
+def test_a_missing_chunk_of_a_virtual_pipeline_raises():
+    chunks = [model(moe(number), virtual_pipeline_model_parallel_size=3) for number in (1, 2)]
     with pytest.raises(LayoutError, match=r"2 model chunks were given, but this rank has 3 .*not model\[0\]"):
         check_whole_pipeline([bare(nn.Module, module=chunk) for chunk in chunks])
 
@@ -226,7 +225,7 @@ def test_a_model_that_does_not_say_is_not_guessed(missing):
         layer_numbers_of(nn.Linear(1, 1))
 
 
-def test_what_routes_depend_on():
+def test_routing_info_has_the_layers_experts_and_topk_of_the_config():
     info = routing_info(model(dense(1), moe(2), moe_layer_freq=[0, 1]))
     assert (info.num_layers, info.moe_layer_numbers, info.num_experts, info.topk) == (2, (2,), 8, 2)
     with pytest.raises(LayoutError, match="no Megatron-Core model with experts"):

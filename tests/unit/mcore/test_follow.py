@@ -1,6 +1,9 @@
-"""Routes follow tokens: a session on real routers finds the rows of a forward by its ids, with nothing said beside them."""
+"""Routes follow tokens: a session on real routers finds the rows of a forward by its ids, or raises."""
 
 import copy
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,18 +12,12 @@ import torch
 from torch import Tensor
 
 import megatron_router_replay as mrr
-from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
+from megatron_router_replay.errors import LayoutError, ReplayStateError, RouterReplayError, TraceError
 from megatron_router_replay.mcore.batches.judge import unlike
-from tests.unit.mcore.tiny_chunk import (
-    EXPERTS,
-    Chunk,
-    as_map,
-    live_maps,
-    random_routes,
-    watched,
-)
+from tests.unit.mcore.tiny_chunk import EXPERTS, TOPK, Chunk, as_map, random_routes
 
 LAYERS = (1, 2, 3)
+A, B, C = [5, 6, 7, 8], [5, 6, 9], [4, 4, 4, 1, 2]
 DRAWN: dict[str, Any] = {"min_agreement": 0}
 """Routes are drawn at random, so the live router agrees with none."""
 
@@ -42,136 +39,268 @@ def trace_of(samples: list[list[int]], *, seed: int = 3, **options: Any) -> mrr.
     )
 
 
-def wrong(chunk: Chunk, trace: mrr.RoutingTrace, rows: list[list[int]], call: Any, **options: Any) -> tuple[int, Any]:
-    """Run `call` in a session; count the decisions of forward 0 that are not those of these trace rows, by hand [b, s].
-
-    Rows without a route, and positions of row -2, must hold what the router chooses by itself; -1 is padding, not judged.
-    """
-    at = torch.tensor(rows, dtype=torch.int64).t().reshape(-1)
-    routed = (at >= 0) & trace.replay_mask[at.clamp(min=0)]
-    live = live_maps(chunk)
-    with watched(chunk) as seen, mrr.replay(chunk, trace, **(DRAWN | options)) as session:
-        call(chunk)
-    count = 0
-    for (_, layer), maps in seen.items():
-        expected = torch.where(routed.unsqueeze(1), as_map(trace.layer(layer)[at.clamp(min=0)]), live[layer][0])
-        count += sum(int((each != expected).any(dim=1)[at != -1].sum()) for each in maps)
-    return count, session.report
-
-
-def forward(*rows: list[int], **options: Any) -> Any:
-    return lambda chunk: chunk(torch.tensor(rows), **options)
-
-
 def alike(samples: list[list[int]]) -> mrr.RoutingTrace:
     """A trace in which equal prefixes have equal routes, as an engine's have."""
     trace = trace_of(samples)
-    first = {}
+    first: dict[tuple[int, ...], int] = {}
     prefixes = [tuple(sample[: end + 1]) for sample in samples for end in range(len(sample))]
     rows = [first.setdefault(prefix, row) for row, prefix in enumerate(prefixes)]
     return trace_of(samples, routes=trace.topk_indices[rows])
 
 
-A, B, C = [5, 6, 7, 8], [5, 6, 9], [4, 4, 4, 1, 2]
-"""Rows 0 to 3, 4 to 6 and 7 to 11."""
+Calls = dict[tuple[int, int], list[tuple[Tensor, Tensor]]]
+"""(number of the forward, layer) -> (routing map, map of the router's own top-k) of the forward and of its recomputes."""
 
 
-@pytest.mark.parametrize(
-    ("tokens", "rows", "padding", "live"),
-    [
-        ([A, [*B, 0]], [[0, 1, 2, 3], [4, 5, 6, -1]], 1, 2),
-        ([[*A, 0, 0], [*B, 0, 0, 0]], [[0, 1, 2, 3, -1, -1], [4, 5, 6, -1, -1, -1]], 5, 2),
-        ([[0, 0, *A], [0, *C]], [[-1, -1, 0, 1, 2, 3], [-1, 7, 8, 9, 10, 11]], 3, 2),
-        ([[5, 6]], [[0, 1]], 0, 0),
-        ([[*B, 3, 0, 0], [*A, 0, 0]], [[4, 5, 6, -2, -1, -1], [0, 1, 2, 3, -1, -1]], 4, 3),
-        ([[0, 0, 0, 0, 0], C], [[-1] * 5, [7, 8, 9, 10, 11]], 5, 1),
-    ],
-    ids=["padded by one", "padded right", "padded left", "cut on the right", "one token more", "padding alone"],
-)
-def test_rows_follow_tokens(tokens: list[list[int]], rows: list[list[int]], padding: int, live: int) -> None:
-    chunk = Chunk()
-    options = {"padding_token_ids": [0]} if tokens[-1][-1] == 0 and padding == 1 else {}
-    count, report = wrong(chunk, alike([A, B, C]), rows, forward(*tokens), **options)
-    assert count == 0
-    assert (report.rows_padding, report.rows_live) == (padding, live)
-    assert report.rows_replayed == sum(map(len, tokens)) - padding - live
+@contextmanager
+def oracle(chunk: Chunk) -> Iterator[Calls]:
+    """Yield the routing maps, each with the map of the top-k by the weights of that moment."""
+    calls: Calls = defaultdict(list)
+
+    def hook(router: Any, args: Any, output: Any) -> None:
+        own = (args[0].detach().flatten(0, 1) @ router.weight.detach().t()).topk(TOPK, dim=1).indices
+        calls[int(args[0][0, 0, -1]), router.layer_number].append((output[1].clone(), as_map(own)))
+
+    handles = [router.register_forward_hook(hook) for router in chunk.routers]
+    yield calls
+    for handle in handles:
+        handle.remove()
 
 
-def packed(*bounds: int, unpadded: list[int] | None = None) -> Any:
-    cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
-    real = cu_seqlens if unpadded is None else torch.tensor(unpadded, dtype=torch.int32)
-    return SimpleNamespace(cu_seqlens_q=real, cu_seqlens_q_padded=None if unpadded is None else cu_seqlens)
+def wrong(calls: Calls, trace: mrr.RoutingTrace, expected: dict[int, Any]) -> int:
+    """Count wrong decisions.
+
+    Args:
+        expected: number of a forward -> the trace rows of its tokens, [b, s], below 0: live; None: all are live.
+    """
+    count = 0
+    assert {number for number, _ in calls} == set(expected)
+    for (number, layer), ((first, own), *recomputes) in calls.items():
+        rows = (
+            torch.full((len(own),), -1) if expected[number] is None else torch.tensor(expected[number]).t().reshape(-1)
+        )
+        routed = (rows >= 0) & trace.replay_mask[rows.clamp(min=0)]
+        used = torch.where(routed.unsqueeze(1), as_map(trace.layer(layer)[rows.clamp(min=0)]), own)
+        count += sum(int((each != used).any(dim=1).sum()) for each in (first, *(again for again, _ in recomputes)))
+    return count
 
 
-@pytest.mark.parametrize(
-    ("tokens", "parameters", "rows"),
-    [
-        ([*B, *A, *C], packed(0, 3, 7, 12), [[4, 5, 6, 0, 1, 2, 3, 7, 8, 9, 10, 11]]),
-        ([*B, 0, *A, 0, 0], packed(0, 4, 8), [[4, 5, 6, -1, 0, 1, 2, 3, -1, -1]]),
-        ([*B, 7, 5, 6, 1, 2], packed(0, 4, 8, unpadded=[0, 3, 5]), [[4, 5, 6, -1, 0, 1, -1, -1]]),
-    ],
-    ids=["without padding", "with padding", "with known lengths"],
-)
-def test_packed_sequences(tokens: list[int], parameters: Any, rows: list[list[int]]) -> None:
-    count, _ = wrong(Chunk(), alike([A, B, C]), rows, forward(tokens, packed_seq_params=parameters))
-    assert count == 0
+def ids(*rows: list[int]) -> Tensor:
+    return torch.tensor(rows)
 
 
-@pytest.mark.parametrize(
-    ("samples", "tokens", "options", "match"),
-    [
-        ([A, B], [[5, 6, 7, 3]], {}, "MRR207"),
-        (
-            [A, B],
-            [[5, 6, 7, 3]],
-            {"padding_token_ids": [0]},
-            r"sample 0, which has token 8 at position 3, but it has token 3",
-        ),
-        (
-            [A, B],
-            [[5, 3, 7, 8]],
-            {},
-            r"micro-batch 0, input_ids\[0, 1\], sequence 0: its first 1 tokens are those of sample 0.* position 1.* token 3",
-        ),
-        ([A, B], [A, [6, 7, 8, 0]], {}, r"input_ids\[1, 0\], sequence 1: no sample of the trace begins with token 6"),
-        ([A, B], [[*A, 1, 2, 3]], {}, r"all 4 tokens of sample 0, and from position 4 on \(token 1\)"),
-        ([A, B], [[*A, 0, 0], [*B, 1, 1, 1]], {}, "MRR207: .* no padding"),
-        ([A, B], [[*A, 1, 1]], {"padding_token_ids": [0]}, "MRR206"),
-        ([[5, 6, 7], [5, 6, 7, 0, 9]], [[5, 6, 7, 0]], {}, "MRR207: .* token 0 may be padding"),
-        (
-            [[5, 6, 7], [5, 6, 7, 0, 9], [4]],
-            [[5, 6, 7, 0, 0], [4, 0, 0, 0, 0]],
-            {},
-            "MRR207: .* token 0 may be padding",
-        ),
-        ([[0, 5, 6], [5, 6]], [[0, 0, 5, 6]], {}, "may be padding or may belong to another sample"),
-    ],
-)
-def test_other_tokens_raise(samples: Any, tokens: Any, options: Any, match: str) -> None:
-    with pytest.raises((LayoutError, ReplayStateError), match=match):
-        wrong(Chunk(), trace_of(samples), [], forward(*tokens), **options)
+def packed(*bounds: int, unpadded: list[int] | None = None) -> dict[str, Any]:
+    real = torch.tensor(bounds if unpadded is None else unpadded, dtype=torch.int32)
+    padded = None if unpadded is None else torch.tensor(bounds, dtype=torch.int32)
+    return {"packed_seq_params": SimpleNamespace(cu_seqlens_q=real, cu_seqlens_q_padded=padded)}
+
+
+def positions(*rows: list[int]) -> dict[str, Any]:
+    return {"position_ids": ids(*rows)}
+
+
+def mask(*rows: list[int]) -> dict[str, Any]:
+    return {"padding_mask": ids(*rows).bool()}
+
+
+def check(trace: mrr.RoutingTrace, tokens: list[list[int]], rows: list[list[int]], **call: Any) -> Any:
+    """Compare one forward with these rows: -1 on padding, -2 on a token of no row; return the session's report."""
+    chunk, options = Chunk(), DRAWN | call.pop("options", {})
+    with oracle(chunk) as calls, mrr.replay(chunk, trace, **options) as session:
+        chunk(ids(*tokens), 0, **call)
+    assert wrong(calls, trace, {0: rows}) == 0
+    at, report = ids(*rows), session.report
+    num_routed = int(((at >= 0) & trace.replay_mask[at.clamp(min=0)]).sum())
+    num_padding = int((at == -1).sum())
+    assert (report.rows_replayed, report.rows_padding) == (num_routed, num_padding)
+    assert report.rows_live == at.numel() - num_routed - num_padding
+    return report
+
+
+Tokens = list[list[int]]
+DECLARED = {"options": {"padding_token_ids": [0]}}
+LONGER, FROM_ZERO = [[5, 6, 7], [5, 6, 7, 0, 9]], [[0, 5, 6], [5, 6]]
+FOUND: dict[str, tuple[Tokens, Tokens, Tokens, dict[str, Any]]] = {
+    # samples, tokens of a forward, their rows, other arguments
+    "cut on the right": ([A, B], [[5, 6]], [[0, 1]], {}),
+    "one token more": ([A, B], [[*B, 3, 0, 0], [*A, 0, 0]], [[4, 5, 6, -2, -1, -1], [0, 1, 2, 3, -1, -1]], {}),
+    "ends with padding's token": ([[5, 6, 0], B], [[5, 6, 0, 0, 0]], [[0, 1, 2, -1, -1]], {}),
+    "padding's token inside": ([[5, 0, 0, 7], B], [[5, 0, 0, 7, 0, 0]], [[0, 1, 2, 3, -1, -1]], {}),
+    "begins with padding's token": ([[0, 4, 4], B], [[0, 4, 4, 0, 0]], [[0, 1, 2, -1, -1]], {}),
+    "begins with it, padded on the left": ([[0, 5, 6]], [[0, 0, 0, 5, 6]], [[-1, -1, 0, 1, 2]], {}),
+    "padding on both sides": ([A[:3], B], [[0, 0, *A[:3], 0]], [[-1, -1, 0, 1, 2, -1]], {}),
+    "one token, two tokens, none": ([[4], [], [5, 6], []], [[5, 6, 0], [4, 0, 0]], [[1, 2, -1], [0, -1, -1]], {}),
+    "padding alone": ([A], [[0, 0, 0, 0], A], [[-1] * 4, [0, 1, 2, 3]], {}),
+    "turns": ([A[:2], A], [[5, 6, 0, 0], A], [[0, 1, -1, -1], [2, 3, 4, 5]], {}),
+    "turns, and another end": ([A[:2], A, [*A[:3], 9]], [[5, 6, 7, 9, 0, 0]], [[6, 7, 8, 9, -1, -1]], {}),
+    "a beginning like padding's, where no place is padded": (FROM_ZERO, [[0, 5, 6]], [[0, 1, 2]], {"options": {}}),
+    # As trainers number them that count the tokens before each position which are no padding.
+    "positions of padding": (
+        [A, B],
+        [[0, 0, *A], [0, 0, 0, *B]],
+        [[-1, -1, 0, 1, 2, 3], [-1, -1, -1, 4, 5, 6]],
+        positions([0, 0, 0, 1, 2, 3], [0, 0, 0, 0, 1, 2]),
+    ),
+    "positions restart": (
+        [A, B],
+        [[*B, *A, 0]],
+        [[4, 5, 6, 0, 1, 2, 3, -1]],
+        positions([0, 1, 2, 0, 1, 2, 3, 0]) | DECLARED,
+    ),
+    "packed": ([A, B, C], [[*B, *A, *C]], [[4, 5, 6, 0, 1, 2, 3, 7, 8, 9, 10, 11]], packed(0, 3, 7, 12)),
+    "packed with padding": ([A, B], [[*B, 0, 0, *A, 0]], [[4, 5, 6, -1, -1, 0, 1, 2, 3, -1]], packed(0, 5, 9)),
+    "packed with known lengths": (
+        [A, B],
+        [[*B, 7, 5, 6, 1, 2]],
+        [[4, 5, 6, -1, 0, 1, -1, -1]],
+        packed(0, 4, 8, unpadded=[0, 3, 5]),
+    ),
+    "a mask": (
+        LONGER,
+        [[5, 6, 7, 0, 9], [3, 2, 5, 6, 7]],
+        [[0, 1, 2, -1, -1], [-1, -1, 0, 1, 2]],
+        mask([0, 0, 0, 1, 1], [1, 1, 0, 0, 0]),
+    ),
+    "a mask decides where a sample begins": (
+        FROM_ZERO,
+        [[0, 0, 5, 6], [0, 0, 5, 6]],
+        [[-1, -1, 3, 4], [-1, 0, 1, 2]],
+        mask([1, 1, 0, 0], [1, 0, 0, 0]),
+    ),
+    "one token more than a sample in a mask": ([B], [[*B, 0, 3, 9]], [[0, 1, 2, -2, -1, -1]], mask([0, 0, 0, 0, 1, 1])),
+    "a mask of padding's token, inside and at the end too": (
+        [[5, 0, 7, 0]],
+        [[5, 0, 7, 0, 0]],
+        [[0, 1, 2, -1, -1]],
+        mask([0, 1, 0, 1, 1]),
+    ),
+    "padding that would continue a sample": (LONGER, [[5, 6, 7, 0]], [[0, 1, 2, -1]], DECLARED),
+    "two tokens of padding": (
+        [A, B],
+        [[9, 9, *A, 0, 0]],
+        [[-1, -1, 0, 1, 2, 3, -1, -1]],
+        {"options": {"padding_token_ids": [0, 9]}},
+    ),
+}
+
+
+@pytest.mark.parametrize("declared", [True, False])
+@pytest.mark.parametrize("name", FOUND)
+def test_rows_follow_tokens(name: str, declared: bool) -> None:
+    """Rows without a route, and padding, are routed live; the report counts each."""
+    samples, tokens, rows, call = FOUND[name]
+    options = {"padding_token_ids": [0]} if declared else {}
+    check(alike(samples), tokens, rows, **{"options": options} | call)
+
+
+MAY_BE_PADDING = "MRR207: .* token 0 may be padding"
+MAY_BE_OF_A_SAMPLE = "MRR206: .* may be padding or may belong to another sample"
+RAISES: dict[str, tuple[Tokens, Tokens, dict[str, Any], str]] = {
+    # samples, tokens of a forward, other arguments, the error
+    "a last token of no sample": ([A, B], [[5, 6, 7, 3]], {}, "MRR207: .* token 3 .* no other place shows padding"),
+    "a last token that is no padding": (
+        [A, B],
+        [[5, 6, 7, 3]],
+        DECLARED,
+        r"MRR206: .*sample 0, which has token 8 at position 3, but it has token 3",
+    ),
+    "a token inside": (
+        [A, B],
+        [[5, 3, 7, 8]],
+        {},
+        r"micro-batch 0, input_ids\[0, 1\], sequence 0: its first 1 tokens are those of sample 0.* position 1.* token 3",
+    ),
+    "two padding tokens": ([A, B], [[*A, 0, 0], [*B, 1, 1, 1]], {}, "MRR207: .* no padding"),
+    "two padding tokens around a sample": (
+        [A, B],
+        [[9, 9, *A, 0, 0]],
+        {},
+        "MRR206: .* token 9 before it and token 0 after",
+    ),
+    "another padding token": ([A, B], [[*A, 1, 1]], DECLARED, "MRR206"),
+    "a cut sample and another token": (
+        [A, B],
+        [[*A, 0, 0], [5, 6, 1, 1, 1, 1]],
+        {},
+        "MRR207: .* padding is token 0 elsewhere",
+    ),
+    "padding continues a sample": (LONGER, [[5, 6, 7, 0]], {}, MAY_BE_PADDING),
+    "padding is known, and continues a sample": (
+        [*LONGER, [4]],
+        [[5, 6, 7, 0, 0], [4, 0, 0, 0, 0]],
+        {},
+        MAY_BE_PADDING,
+    ),
+    "padding continues two samples": ([A, [*A, 0], [*A, 0, 0]], [[*A, 0, 0]], {}, MAY_BE_PADDING),
+    "a token of padding that may end a sample": ([A, [*A, 0]], [[*A, 0]], DECLARED, MAY_BE_OF_A_SAMPLE),
+    "padding before, or a sample's": (FROM_ZERO, [[0, 0, 5, 6]], {}, MAY_BE_OF_A_SAMPLE),
+    "a sample's beginning, or padding": (FROM_ZERO, [[0, 5, 6]], DECLARED, MAY_BE_OF_A_SAMPLE),
+    "a sample's beginning that is padding elsewhere": (FROM_ZERO, [[0, 5, 6, 0, 0]], {}, MAY_BE_PADDING),
+    "a part of a run, or padding": ([[0, 0, 5], [0, 5]], [[0, 0, 5, 0, 0]], {}, MAY_BE_PADDING),
+    # A sample begins with nine equal tokens, eight others with 1 to 8: all of these beginnings are tried.
+    "a run of equal tokens": (
+        [*([7] * length + [length] for length in range(1, 9)), [0] * 9 + [5, 6], [5, 6]],
+        [[0] * 12 + [5, 6]],
+        {},
+        MAY_BE_OF_A_SAMPLE,
+    ),
+    "of no sample at all": ([[], []], [[1, 2, 3]], {}, "MRR206: .*no sample"),
+    "cut on the left": (
+        [A, B],
+        [A, [*A[1:], 0]],
+        {},
+        r"MRR206: .*input_ids\[1, 0\], .*no sample .* begins with token 6",
+    ),
+    "packed without bounds": ([A, B], [[*A, *B]], {}, r"MRR206.*all 4 tokens of sample 0, and from position 4 on"),
+    "positions of three axes": (
+        [A, B],
+        [[*A, *B]],
+        {"position_ids": ids([0, 1, 2, 3, 0, 1, 2]).expand(3, 1, 7)},
+        r"MRR206.*position 4 on \(token 5\)",
+    ),
+    "a shared prefix, packed": (
+        [A, B],
+        [[*A, 7, 9]],
+        positions([0, 1, 2, 3, 2, 3]) | DECLARED,
+        r"MRR206.*position 4 on \(token 7\)",
+    ),
+    "positions restart inside a sample": ([A, B], [A], positions([0, 1, 0, 1]), "MRR206: .*sequence 1: .*token 7"),
+    "sequences of one token": ([A, B], [A[:2]], positions([0, 0]), "MRR206: .*position_ids restart or jump"),
+    "a jump inside a sample": ([A, B], [A], positions([0, 1, 5, 6]), "MRR206: .*position_ids restart or jump"),
+    "bounds inside a sample": ([A, B], [[*A, *B]], packed(0, 2, 7), "MRR206.*sequence 1.*token 7"),
+    "a mask that is inverted": (
+        [A, B],
+        [[*A, 0], [*B, 0, 0]],
+        mask([1, 1, 1, 1, 0], [1, 1, 1, 0, 0]),
+        "MRR206.*sequence 0.*1 more sequences",
+    ),
+    "tokens under no mask": ([A, B], [[*A, 3, 3]], mask([0] * 6), r"MRR206.*position 4 on \(token 3\)"),
+    "a step of a generation": (
+        [A, B],
+        [[5]],
+        positions([3]) | {"inference_context": object()},
+        "MRR424.*inference_context",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RAISES)
+def test_other_tokens_raise(name: str) -> None:
+    samples, tokens, call, match = RAISES[name]
+    with pytest.raises(RouterReplayError, match=match):
+        check(alike(samples), tokens, [], **call)
 
 
 def test_a_padding_token_holds_for_all_forwards_of_a_session() -> None:
-    def two(second: list[int]) -> Any:
-        def call(chunk: Chunk) -> None:
-            chunk(torch.tensor([[*A, 0, 0]]), 0)
-            chunk(torch.tensor([second]), 1)
+    def run(*tokens: list[int]) -> None:
+        with mrr.replay(chunk := Chunk(), alike([A, B]), **DRAWN):
+            for each in tokens:
+                chunk(ids(each))
 
-        return call
-
-    trace = alike([A, B])
-    with mrr.replay(Chunk(), trace, **DRAWN) as session:
-        two([5, 6, 0, 0])(session._modules[0])  # cut on the right and padded: the token was seen as padding
+    run([*A, 0, 0], [5, 6, 0, 0])  # cut on the right and padded: the token was seen as padding
     for second in ([*A, 1, 1], [5, 6, 7, 3]):
-        with pytest.raises(LayoutError, match="MRR207"), mrr.replay(Chunk(), trace, **DRAWN) as session:
-            two(second)(session._modules[0])
-
-
-def test_padding_that_continues_a_sample_is_decided_by_its_token() -> None:
-    samples = [[5, 6, 7], [5, 6, 7, 0, 9]]
-    count, _ = wrong(Chunk(), trace_of(samples), [[0, 1, 2, -1]], forward([5, 6, 7, 0]), padding_token_ids=[0])
-    assert count == 0
+        with pytest.raises(LayoutError, match="MRR207"):
+            run([*A, 0, 0], second)
 
 
 def test_equal_samples_use_the_first_and_are_counted() -> None:
@@ -179,21 +308,24 @@ def test_equal_samples_use_the_first_and_are_counted() -> None:
     routes = trace.topk_indices.clone()
     routes[4:] = routes[:4]
     routes[5, 0] = routes[5, 0].flip(0)  # the same experts in another order
-    like = trace_of([A, A], routes=routes)
-    count, report = wrong(Chunk(), like, [[0, 1, 2, 3], [0, 1, 2, 3]], forward(A, A))
-    assert (count, report.segments_ambiguous) == (0, 2)
+    assert check(trace_of([A, A], routes=routes), [A, A], [[0, 1, 2, 3]] * 2).segments_ambiguous == 2
     message = (
         r"MRR208: .*micro-batch 0, input_ids\[0, 3\], sequence 0: sample 0 and sample 1 .* different routes "
         r"\(8 of 9 decisions"
     )
     with pytest.raises(LayoutError, match=message):
-        wrong(Chunk(), trace, [], forward(A))
-    versions = [1] * 4 + [2] * 4
-    with pytest.raises(LayoutError, match=r"MRR208: .* different weights \(1 and 2\)"):
-        wrong(Chunk(), trace_of([A, A], routes=routes, weight_version=versions), [], forward(A))
+        check(trace, [A], [])
     # Samples that differ later are named by their end, whatever their routes are.
-    count, report = wrong(Chunk(), trace_of([A, B]), [[4, 5, 6]], forward(B))
-    assert (count, report.segments_ambiguous) == (0, 0)
+    assert check(trace_of([A, B]), [B], [[4, 5, 6]]).segments_ambiguous == 0
+
+
+def test_equal_samples_of_other_weights_raise_however_they_were_joined() -> None:
+    """Rollouts of a prompt in two steps: their routes are alike, so the version alone shows them."""
+    steps = [trace_of([A], weight_version=version) for version in (3, 4)]
+    for trace in (mrr.concat_traces(steps), mrr.concat_traces([*steps, trace_of([B], weight_version=4)])):
+        for tokens in (A, A[:2]):
+            with pytest.raises(LayoutError, match=r"MRR208.*weights \(3 and 4\)"):
+                check(trace, [tokens], [])
 
 
 def test_routes_of_equal_samples_are_compared_to_their_last_token() -> None:
@@ -205,75 +337,41 @@ def test_routes_of_equal_samples_are_compared_to_their_last_token() -> None:
 
 
 def test_positional_and_one_dimensional_ids() -> None:
-    class Positional(Chunk):
-        def forward(self, input_ids: Tensor, number: Any = None, packed_seq_params: Any = None) -> Tensor:
-            return super().forward(input_ids.reshape(1, -1), number, packed_seq_params)
-
-    def call(chunk: Chunk) -> None:
-        chunk(torch.tensor([*B, *A]), 0, packed(0, 3, 7))
-
-    count, _ = wrong(Positional(), trace_of([A, B]), [[4, 5, 6, 0, 1, 2, 3]], call)
-    assert count == 0
-
-
-def test_restarting_position_ids_are_segments() -> None:
-    class WithPositions(Chunk):
-        def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:  # type: ignore[override]
-            return super().forward(input_ids)
-
-    rows = [[4, 5, 6, 0, 1, 2, 3, -1]]
-    call = forward([*B, *A, 0], position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0]]))
-    count, _ = wrong(WithPositions(), trace_of([A, B]), rows, call, padding_token_ids=[0])
-    assert count == 0
-
-
-def test_a_padding_mask_bounds_a_sample() -> None:
-    class WithMask(Chunk):
-        def forward(self, input_ids: Tensor, padding_mask: Tensor) -> Tensor:  # type: ignore[override]
-            return super().forward(input_ids)
-
-    mask = torch.tensor([[False] * 3 + [True] * 2, [True] * 2 + [False] * 3])
-    call = forward([5, 6, 7, 0, 9], [3, 2, 5, 6, 7], padding_mask=mask)
-    count, report = wrong(
-        WithMask(), trace_of([[5, 6, 7], [5, 6, 7, 0, 9]]), [[0, 1, 2, -1, -1], [-1, -1, 0, 1, 2]], call
-    )
-    assert (count, report.rows_padding) == (0, 4)
+    chunk, trace, parameters = Chunk(), trace_of([A, B]), packed(0, 3, 7)["packed_seq_params"]
+    with oracle(chunk) as calls, mrr.replay(chunk, trace, **DRAWN):
+        chunk(torch.tensor([*B, *A]), 0, parameters)
+    assert wrong(calls, trace, {0: [[4, 5, 6, 0, 1, 2, 3]]}) == 0
 
 
 def test_a_stage_without_ids_names_itself() -> None:
     class Embeds(Chunk):
         def forward(self, hidden: Tensor) -> Tensor:  # type: ignore[override]
-            return super().forward(torch.tensor([A]))
+            return super().forward(ids(A))
 
-    with pytest.raises(ReplayStateError, match=r"MRR424: rank 0, chunk 0, micro-batch 0: Embeds got no input_ids"):
-        wrong(Embeds(), trace_of([A]), [], lambda chunk: chunk(torch.zeros(1, 4)))
-
-
-def test_a_trace_without_samples_asks_for_rows() -> None:
-    trace = mrr.RoutingTrace(
-        topk_indices=random_routes(4, 3, 1), layer_numbers=LAYERS, num_experts=EXPERTS, token_ids=A
-    )
-    with pytest.raises(ReplayStateError, match=r"MRR406.*from_samples"):
-        wrong(Chunk(), trace, [], forward(A))
+    with (
+        pytest.raises(ReplayStateError, match=r"MRR424: rank 0, chunk 0, micro-batch 0: Embeds got no input_ids"),
+        mrr.replay(chunk := Embeds(), trace_of([A]), **DRAWN),
+    ):
+        chunk(torch.zeros(1, 4))
 
 
-def test_a_rank_part_of_a_recording_is_gathered_first() -> None:
-    trace = mrr.RoutingTrace(
-        topk_indices=random_routes(4, 3, 1),
-        layer_numbers=LAYERS,
-        num_experts=EXPERTS,
-        token_ids=[5, -1, 7, 8],
-        sequence_lengths=[4],
-    )
-    with pytest.raises(TraceError, match=r"MRR108.*gather"):
-        wrong(Chunk(), trace, [], forward(A))
+@pytest.mark.parametrize(
+    ("token_ids", "samples", "error", "match"),
+    [(A, None, ReplayStateError, "MRR406.*from_samples"), ([5, -1, 7, 8], [4], TraceError, "MRR108.*gather")],
+    ids=["no samples", "a rank's part of a recording"],
+)
+def test_a_trace_without_whole_samples_is_refused(token_ids: Any, samples: Any, error: Any, match: str) -> None:
+    options: Any = {"token_ids": token_ids, "sequence_lengths": samples}
+    trace = mrr.RoutingTrace(topk_indices=random_routes(4), layer_numbers=LAYERS, num_experts=EXPERTS, **options)
+    with pytest.raises(error, match=match):
+        check(trace, [A], [])
 
 
 def test_the_index_is_made_once_a_trace_and_goes_with_it() -> None:
     trace = trace_of([A, B])
-    wrong(Chunk(), trace, [[0, 1, 2, 3]], forward(A))
+    check(trace, [A], [[0, 1, 2, 3]])
     index = trace.derived["index"]
-    wrong(Chunk(), trace, [[0, 1, 2, 3]], forward(A))
+    check(trace, [A], [[0, 1, 2, 3]])
     assert trace.derived["index"] is index
     assert "index" not in copy.deepcopy(trace).derived
     assert "index" not in trace.to("cpu").derived
@@ -284,18 +382,18 @@ def test_the_forward_of_the_class_is_back_when_the_session_ends() -> None:
     with mrr.replay(chunk, trace_of([A]), min_replayed=0, **DRAWN):
         assert "forward" in vars(chunk)
     assert "forward" not in vars(chunk)
+    chunk.fail_at = 0
     with pytest.raises(ArithmeticError), mrr.replay(chunk, trace_of([A]), **DRAWN):
-        chunk.fail_at = 0
-        chunk(torch.tensor([A]))
+        chunk(ids(A))
     assert "forward" not in vars(chunk)
 
 
 def test_a_copy_of_the_model_runs_its_own_weights() -> None:
     chunk = Chunk()
     with mrr.replay(chunk, trace_of([A]), **DRAWN):
-        chunk(torch.tensor([A]))
+        chunk(ids(A))
         copied = copy.deepcopy(chunk)
         for parameter in copied.parameters():
             parameter.data.zero_()
-        assert not copied(torch.tensor([A])).any()
-    assert not copied(torch.tensor([A])).any()
+        assert not copied(ids(A)).any()
+    assert not copied(ids(A)).any()

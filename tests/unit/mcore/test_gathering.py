@@ -1,4 +1,4 @@
-"""gather() over many ranks, which are threads here: what each of them sends, and what all of them get."""
+"""gather() over many ranks, which are threads here: the bytes that each of them sends, and the trace that all of them get."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +34,7 @@ class Threads:
 
         def one(rank):
             self._here.rank = rank
-            return gathering.gather_trace(parts[rank], None)
+            return gathering.gather_trace(parts[rank], None)[0]
 
         with ThreadPoolExecutor(self.num_ranks) as pool:
             return list(pool.map(one, range(self.num_ranks)))
@@ -77,37 +77,38 @@ def parts_of(num_ranks, num_tokens):
 
 
 @pytest.mark.parametrize("piece_bytes", [1 << 20, 50])
-def test_every_rank_gets_what_a_merge_of_all_parts_makes(monkeypatch, piece_bytes):
+def test_every_rank_gets_the_merged_trace_and_sends_its_routed_rows_alone(monkeypatch, piece_bytes):
     monkeypatch.setattr(gathering, "_PIECE_BYTES", piece_bytes)
-    parts = parts_of(8, 64)
+    parts, threads = parts_of(8, 64), Threads(8)
     expected = merge_traces(parts, allow_gaps=True)
     assert not expected.replay_mask[3]
-    for trace in Threads(8).run(monkeypatch, parts):
+    for trace in threads.run(monkeypatch, parts):
         assert trace == expected
         assert torch.equal(trace.topk_indices, expected.topk_indices)
-
-
-def test_a_rank_sends_the_rows_that_it_routed_and_no_holes(monkeypatch):
-    parts = parts_of(16, 1024)
-    threads = Threads(16)
-    threads.run(monkeypatch, parts)
     for part, sent in zip(parts, threads.sent):
         rows = int((part.replay_mask if part.token_ids is None else part.replay_mask | (part.token_ids != -1)).sum())
         # Two layers of top-2, a mask byte, four bytes of a token id, and four of the row's number.
         assert sent == rows * (4 + 1 + 4 * (part.token_ids is not None) + 4)
 
 
-def test_ranks_that_differ_raise_on_all_of_them(monkeypatch):
+def test_samples_of_one_rank_that_are_not_those_of_the_whole_raise(monkeypatch):
+    whole = parts_of(4, 64)[1]
+    short = whole.gather_rows(range(60)).with_samples([60])
+    with pytest.raises(TraceError, match=r"sequence_lengths .*60.*64"):
+        Threads(2).run(monkeypatch, [short, whole])
+    equal = whole.with_samples([40, 24])
+    assert [trace.sequence_lengths for trace in Threads(2).run(monkeypatch, [equal, whole])] == [(40, 24), None]
+
+
+@pytest.mark.parametrize(
+    ("rank", "name", "row", "words"), [(4, "topk_indices", 33, "routes"), (5, "token_ids", 34, "token ids")]
+)
+def test_ranks_that_differ_raise_on_all_of_them(monkeypatch, rank, name, row, words):
     parts = parts_of(8, 64)
-    other = parts[4].topk_indices.roll(1, 2).clone()
-    other[33] = (other[33] + 1) % 16
-    changed = [*parts[:4], parts[4]._with(topk_indices=other), *parts[5:]]
-    with pytest.raises(TraceError, match=r"^MRR109: rank 4 and a rank before it recorded different routes of row 33"):
-        Threads(8).run(monkeypatch, changed)
-    tokens = parts[5].token_ids.clone()
-    tokens[34] = 7
-    changed = [*parts[:5], parts[5]._with(token_ids=tokens), *parts[6:]]
-    with pytest.raises(
-        TraceError, match=r"^MRR109: rank 5 and a rank before it recorded different token ids of row 34"
-    ):
-        Threads(8).run(monkeypatch, changed)
+    parts[4] = parts[4]._with(topk_indices=parts[4].topk_indices.roll(1, 2))  # the order of experts does not count
+    values = getattr(parts[rank], name).clone()
+    values[row] = (values[row] + 1) % 16
+    parts[rank] = parts[rank]._with(**{name: values})
+    message = f"^MRR109: rank {rank} and a rank before it recorded different {words} of row {row}"
+    with pytest.raises(TraceError, match=message):
+        Threads(8).run(monkeypatch, parts)

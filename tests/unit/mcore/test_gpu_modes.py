@@ -2,34 +2,24 @@
 
 import re
 import threading
-from collections.abc import Iterator
 from functools import cache
 
 import pytest
 import torch
 
+import megatron_router_replay as mrr
+from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.mcore.model.upstream import TOPK_ORDER_FOLLOWS_GRAD
 from tests.support.soft_gpu import SoftGpu
-from tests.support.workers import GlooWorkers
-from tests.unit.mcore.gpu_modes import (
-    LIVE_MODES,
-    MODES,
-    NUM,
-    ask,
-    ask_top4,
-    captured,
-    ran_under_another_stream,
-    targets_on_the_gpu,
-    told_late,
-)
-from tests.unit.mcore.tiny_chunk import SCORES
+from tests.unit.mcore.gpu_modes import LAYERS, MODES, NUM, ask, ran_under_another_stream, told_late
+from tests.unit.mcore.tiny_chunk import ROWS, SCORES, Chunk, random_trace, tokens
 
 OURS = [name for name in MODES if name != "no session" and "Megatron" not in name]
 BASE = {"record": "Megatron's record", "freeze": "no session"}
-"""Beside which launches are counted; else Megatron-Core's own replay, whose targets are on the device already."""
+"""The mode with which launches are compared; else Megatron-Core's own replay, with targets on the device beforehand."""
 
 KNOWN_WAITS = {"rows on the GPU": NUM}
-"""The trace is on the host, which must read the rows: once a micro-batch, whatever is queued beside them."""
+"""The trace is on the host, which must read the rows: once a micro-batch, whatever else is queued."""
 
 COMPARED = 9
 """Launches a micro-batch whose trace holds token ids: other ids, known ids, both, how many; the first one's place and ids."""
@@ -48,25 +38,18 @@ MOST = {
     "verify": (1 + COMPARED + ASKED + 3 * 5, 2 + COMPARED + ASKED + 6 * 5),
     "some live": (1 + COMPARED + ASKED + MASKED + 3 * 3, 1 + COMPARED + ASKED + MASKED + 3 * 5),
     "drop-in": (0, 0),
+    # All layers: a stack, a sort, two comparisons, an assertion; each layer: a copy, and one for a tape.
+    "drop-in, targets on the GPU": (LAYERS + 10, 2 * LAYERS + 10),
     "record": (3 + 4, 3 * 2 + 3),
     "freeze": (0, 3 * 2),
 }
 
 
 @pytest.fixture(scope="module")
-def gpu_worker() -> Iterator[GlooWorkers]:
-    with GlooWorkers(1) as workers:
-        yield workers
-
-
-@pytest.fixture(scope="module")
 def asked(gpu_worker):
-    return cache(lambda name, recompute: gpu_worker.run(ask, name, recompute)[0])
-
-
-@pytest.fixture(scope="module")
-def asked_top4(gpu_worker):
-    return cache(lambda name, recompute, scores: gpu_worker.run(ask_top4, name, recompute, SCORES[scores])[0])
+    """Programs that have run, by mode, kind of recompute and options of the model."""
+    programs = cache(lambda name, recompute, options: gpu_worker.run(ask, name, recompute, dict(options))[0])
+    return lambda name, recompute, **options: programs(name, recompute, tuple(options.items()))
 
 
 @pytest.mark.parametrize(
@@ -78,27 +61,21 @@ def asked_top4(gpu_worker):
 )
 def test_a_session_waits_only_where_that_is_known_and_is_exact(asked, name, recompute):
     found = asked(name, recompute)
-    assert found["pageable"] == []
-    assert len(found["waits"]) == KNOWN_WAITS.get(name, 0), found["waits"]
-    # For what was counted, and for what the router was asked.
-    assert len(found["at_the_end"]) <= (1 if name in ("record", "freeze") else 2)
-    assert len(found["at_the_start"]) <= (1 if name.startswith("trace on the GPU") else 0)
-    assert found["races"] == []
+    assert found.pageable == []
+    assert len(found.waits) == KNOWN_WAITS.get(name, 0), found.waits
+    # For the counts, and for those of agreement.
+    assert len(found.at_the_end) <= (1 if name in ("record", "freeze") else 2)
+    assert len(found.at_the_start) <= (1 if name.startswith("trace on the GPU") else 0)
+    assert found.races == []
     if name != "freeze" or recompute != "plain":
-        assert (found["wrong"], found["flips"]) == (0, 0)
+        assert (found.wrong, found.flips) == (0, 0)
 
 
 @pytest.mark.parametrize("recompute", ["plain", "reentrant"])
 @pytest.mark.parametrize("name", MOST)
 def test_a_session_launches_no_more_than_megatrons_own_and_what_is_said(asked, name, recompute):
-    base = asked(BASE.get(name, "Megatron's replay"), recompute)["launches"]
-    assert asked(name, recompute)["launches"] - base <= MOST[name][recompute != "plain"]
-
-
-def test_a_session_counts_agreement_with_no_more_launches_than_kept_rows_took(asked):
-    """With rows kept and counted at the end it was 141 more: five layers, of which the first micro-batch has three."""
-    launches = [asked(name, "plain")["all_launches"] for name in ("replay", "replay without agreement")]
-    assert 0 < launches[0] - launches[1] <= 5 * ASKED + 10
+    base = asked(BASE.get(name, "Megatron's replay"), recompute).launches
+    assert asked(name, recompute).launches - base <= MOST[name][recompute != "plain"]
 
 
 SORTED = {
@@ -113,34 +90,26 @@ SORTED = {
 @pytest.mark.skipif(not TOPK_ORDER_FOLLOWS_GRAD, reason="before 0.18 the live top-k is always sorted")
 @pytest.mark.parametrize("recompute", ["plain", "non_reentrant", "reentrant"])
 @pytest.mark.parametrize(
-    ("name", "scores"), [*(("replay", scores) for scores in SCORES), ("record", "softmax"), ("freeze", "softmax")]
+    ("name", "scores"),
+    [("replay", "softmax"), ("replay", "sigmoid in groups"), ("record", "softmax"), ("freeze", "softmax")],
 )
-def test_columns_are_put_in_order_only_where_a_sum_depends_on_it(asked, asked_top4, name, scores, recompute):
+def test_columns_are_put_in_order_only_where_a_sum_depends_on_it(asked, name, scores, recompute):
     base = "Megatron's replay" if name == "replay" else "no session"
-    top4, base_top4 = (asked_top4(each, recompute, scores) for each in (name, base))
-    at_top2 = asked(name, recompute)["launches"] - asked(base, recompute)["launches"]
-    matters = scores in ("softmax", "sigmoid")
+    top4, base_top4 = (asked(each, recompute, moe_router_topk=4, **SCORES[scores]) for each in (name, base))
+    at_top2 = asked(name, recompute).launches - asked(base, recompute).launches
+    matters = scores == "softmax"
     in_order = SORTED[name][["plain", "non_reentrant", "reentrant"].index(recompute)] if matters else 0
-    # The layer that is asked whether it agrees takes its live top-k, which in groups is nine operations more.
-    in_groups = 9 if name == "replay" and scores == "sigmoid in groups" else 0
-    assert (top4["wrong"], top4["flips"]) == (0, 0)
-    assert top4["launches"] - base_top4["launches"] <= at_top2 + in_order + in_groups
+    # The layer whose agreement is counted takes its live top-k, which in groups is nine operations more.
+    in_groups = 9 if name == "replay" and not matters else 0
+    assert (top4.wrong, top4.flips) == (0, 0)
+    assert top4.launches - base_top4.launches <= at_top2 + in_order + in_groups
 
 
 def test_routes_that_are_all_there_take_no_live_topk(asked):
     for recompute in ("plain", "reentrant"):
-        all_routed = asked("trace on the GPU, all routed", recompute)["launches"]
-        # A where in each router, and the top-k of the two that are not asked; the asked one takes its top-k in both modes.
-        assert all_routed <= asked("trace on the GPU", recompute)["launches"] - (3 + 2)
-
-
-@pytest.mark.parametrize("num_layers", [1, 6])
-def test_targets_on_the_gpu_are_copied_by_layer_and_checked_in_one_stack(gpu_worker, num_layers):
-    ((launches, waits, wrong),) = gpu_worker.run(targets_on_the_gpu, num_layers)
-    assert (
-        launches <= num_layers + 10
-    )  # ten for all layers: a stack, a sort, two comparisons of ids, what asserts on them
-    assert (waits, wrong) == ([], 0)
+        all_routed = asked("trace on the GPU, all routed", recompute).launches
+        # A where in each router, and the top-k of the two without agreement; the third takes its top-k in both modes.
+        assert all_routed <= asked("trace on the GPU", recompute).launches - (3 + 2)
 
 
 @pytest.mark.parametrize(
@@ -151,10 +120,6 @@ def test_targets_on_the_gpu_are_copied_by_layer_and_checked_in_one_stack(gpu_wor
         (
             "another token",
             r"batch 0 of chunk 0: input_ids\[1, 2\] is \d+, but its routing row \d+ was recorded for token \d+ \(1 of 6",
-        ),
-        (
-            "another token queued",
-            r"MRR203: input_ids\[1, 2\] is \d+, but its routing row \d+ was recorded for token \d+ \(1 of 6",
         ),
     ],
 )
@@ -167,79 +132,74 @@ def test_a_session_waits_at_its_end_for_what_ran_under_another_stream(gpu_worker
     assert gpu_worker.run(ran_under_another_stream) == [[]]
 
 
-@pytest.mark.parametrize(("what", "who"), [("microbatch", "a micro-batch that is queued"), ("router", "layer 1")])
-def test_what_a_cuda_graph_captures_is_refused_before_cuda_fails(gpu_worker, what, who):
-    (said,) = gpu_worker.run(captured, what)
-    assert said.startswith(f"MRR416: {who} is captured into a graph")
+def test_the_capture_of_a_cuda_graph_is_refused(monkeypatch):
+    chunk = Chunk()
+    session = mrr.replay(chunk, random_trace())
+    session.microbatch(ROWS)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(ReplayStateError, match="MRR416: a micro-batch that is queued is captured into a graph"):
+        session.microbatch(ROWS + 8)
+    with pytest.raises(ReplayStateError, match="MRR416: layer 1 is captured into a graph"):
+        chunk(tokens())
+    session.close(verify=False)
 
 
 def test_without_a_session_recomputes_flip(asked):
-    assert asked("no session", "reentrant")["flips"] > 0, "else exactness would show nothing"
-    assert asked("no session", "reentrant")["waits"] == []
-    assert "no session" in LIVE_MODES
+    assert asked("no session", "reentrant").flips > 0, "else exactness would show nothing"
+    assert asked("no session", "reentrant").waits == []
 
 
-def _planted(what: str) -> tuple[list[str], list[str], list[str], int]:
-    """Return (waits, pageable uploads, races, kernels) of a program with one fault."""
+def two_streams(values, side, *, in_order, record=False):
+    if in_order:
+        side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        values + 1
+    if record:
+        values.record_stream(side)
+
+
+def read(values, *, waits):
+    copied = values.to("cpu", non_blocking=True)
+    if waits:
+        torch.cuda.current_stream().record_event().synchronize()
+    copied + 1
+
+
+def written_too_early(values, side):
+    staged = torch.empty(4, pin_memory=True)
+    staged.to("cuda", non_blocking=True)
+    staged.zero_()
+
+
+PLANTED = {
+    # a program with a tensor of the default stream and another stream -> its (waits, pageable uploads, races)
+    "read": (lambda values, side: bool(values.sum() > 3), (1, 0, 0)),
+    "mask": (lambda values, side: values[values > 0], (1, 0, 0)),
+    "pageable": (lambda values, side: torch.ones(4).to("cuda", non_blocking=True), (0, 1, 0)),
+    "blocking": (lambda values, side: torch.ones(4).pin_memory().to("cuda"), (1, 0, 0)),
+    "two streams": (lambda values, side: two_streams(values, side, in_order=False, record=True), (0, 0, 1)),
+    "two streams, in order": (lambda values, side: two_streams(values, side, in_order=True, record=True), (0, 0, 0)),
+    "freed": (lambda values, side: two_streams(values, side, in_order=True), (0, 0, 1)),
+    "read too early": (lambda values, side: read(values, waits=False), (0, 0, 1)),
+    "read after its event": (lambda values, side: read(values, waits=True), (1, 0, 0)),
+    "written too early": (written_too_early, (0, 0, 1)),
+}
+
+
+def _planted(name: str) -> tuple[int, int, int]:
     with SoftGpu() as gpu, gpu.logged() as log:
-        values = torch.ones(4, device="cuda")
-        side = torch.cuda.Stream()
-        if what == "read":
-            bool(values.sum() > 3)
-        elif what == "mask":
-            values[values > 0]
-        elif what == "pageable":
-            torch.ones(4).to("cuda", non_blocking=True)
-        elif what == "blocking":
-            torch.ones(4).pin_memory().to("cuda")
-        elif what == "two streams":
-            with torch.cuda.stream(side):
-                values + 1
-        elif what == "two streams, in order":
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                values + 1
-            values.record_stream(side)
-        elif what == "freed":
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                values + 1
-            del values
-        elif what == "read too early":
-            values.to("cpu", non_blocking=True) + 1
-        elif what == "read behind its event":
-            copied = values.to("cpu", non_blocking=True)
-            torch.cuda.current_stream().record_event().synchronize()
-            copied + 1
-        elif what == "written too early":
-            staged = torch.empty(4, pin_memory=True)
-            staged.to("cuda", non_blocking=True)
-            staged.zero_()
-        return log.waits, log.pageable, gpu.races, log.kernels
+        PLANTED[name][0](torch.ones(4, device="cuda"), torch.cuda.Stream())
+    return len(log.waits), len(log.pageable), len(set(gpu.races))
 
 
-@pytest.mark.parametrize(
-    ("what", "waits", "pageable", "races"),
-    [
-        ("read", 1, 0, 0),
-        ("mask", 1, 0, 0),
-        ("pageable", 0, 1, 0),
-        ("blocking", 1, 0, 0),
-        ("two streams", 0, 0, 1),
-        ("two streams, in order", 0, 0, 0),
-        ("freed", 0, 0, 1),
-        ("read too early", 0, 0, 1),
-        ("read behind its event", 1, 0, 0),
-        ("written too early", 0, 0, 1),
-    ],
-)
-def test_the_software_gpu_sees_what_a_program_asks(gpu_worker, what, waits, pageable, races):
-    ((its_waits, its_pageable, its_races, _),) = gpu_worker.run(_planted, what)
-    assert (len(its_waits), len(its_pageable), len(set(its_races))) == (waits, pageable, races)
+@pytest.mark.parametrize("name", PLANTED)
+def test_the_software_gpu_sees_what_a_program_asks(gpu_worker, name):
+    assert gpu_worker.run(_planted, name) == [PLANTED[name][1]]
 
 
 def _backward() -> tuple[bool, float]:
-    """Return (whether the backward ran in a thread of its own, a gradient)."""
+    """Return (whether the backward ran in the caller's thread, a gradient)."""
     threads: list[int] = []
     with SoftGpu():
         x = torch.ones(3, device="cuda", requires_grad=True)

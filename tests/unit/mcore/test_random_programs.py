@@ -150,7 +150,7 @@ class Program:
             if self.again is not None and self.again[0] is queued:
                 rows, self.again = self.again[1], None
                 input_ids = torch.randint(32, rows.shape)
-                self.give(queued, rows, input_ids)
+                queued.microbatch(rows)
             elif self.ahead is not None and self.ahead[0] is queued:
                 (_, rows, input_ids), self.ahead = self.ahead, None
             else:
@@ -205,12 +205,8 @@ class Program:
         rows = torch.tensor([self.random.randrange(-1, ROWS) for _ in range(input_ids.numel())]).view(input_ids.shape)
         if session.kind == "record":
             rows = torch.full(input_ids.shape, -1)  # the same row twice would rightly be refused
-        self.give(session, rows, input_ids)
-        return rows
-
-    def give(self, session: Any, rows: Tensor, input_ids: Tensor) -> None:
-        """Queue a micro-batch."""
         session.microbatch(rows)
+        return rows
 
     def backward(self) -> None:
         waiting = [forward for forward in self.forwards.values() if forward.loss is not None]

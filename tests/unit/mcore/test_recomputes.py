@@ -4,7 +4,6 @@ Between forward and backward the routers get other weights, so a live recompute 
 routed is read off Megatron's routers, by a number that travels through the model.
 """
 
-import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -25,7 +24,6 @@ from tests.unit.mcore.tiny_chunk import (
     ROWS,
     STARTS,
     Chunk,
-    by_hooks,
     disturb,
     disturbed_backward,
     flips,
@@ -69,54 +67,32 @@ def save_routing_on_cpu(chunk):
         router.routing = saving(router.routing)
 
 
-@pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_recompute_uses_what_its_forward_chose(kind, start, left):
-    """Of two forwards in one backward, which comes in the session or when it was left."""
-    chunk, trace = Chunk(), random_trace(replay_mask=torch.arange(16) % 2 == 0)
+def test_a_recompute_uses_what_its_forward_chose_also_after_the_session(kind, start):
+    chunk = Chunk()
     chunk.around, num_recomputes = KINDS[kind]
-    start = partial(mrr.replay, trace=trace) if start is STARTS["replay"] else start
     with watched(chunk) as seen:
-        session = start(chunk)
-        losses = [forward(chunk, session, number) for number in (0, 1)]
-        if left:
-            session.close()
+        with start(chunk) as session:
+            losses = [forward(chunk, session, number) for number in (0, 1)]
         disturbed_backward(chunk, *losses)
-        session.close()
     assert (num_recomputed(seen), flips(seen)) == (2 * 3 * num_recomputes, 0)
 
 
-@pytest.mark.parametrize("around", [plain, reentrant])
-@pytest.mark.parametrize("saves_on_cpu", [False, True])
-@pytest.mark.parametrize("left", [False, True])
-def test_composable_checkpoints_of_layers_and_routers(around, saves_on_cpu, left):
+@pytest.mark.parametrize("kind", ["composable", "non-reentrant", "by hooks"])
+def test_hooks_that_hide_those_of_a_checkpoint_where_routers_ask(kind):
     chunk = Chunk()
-    chunk.around = around
-    if saves_on_cpu:
-        save_routing_on_cpu(chunk)
-    for layer in chunk.layers:
-        composable(layer.router)
-        composable(layer)
-    with watched(chunk) as seen:
-        freeze = mrr.freeze_recompute(chunk)
-        losses = [forward(chunk, number=number) for number in (0, 1)]
-        if left:
-            freeze.close()
-        disturbed_backward(chunk, *losses)
-        freeze.close()
+    save_routing_on_cpu(chunk)
+    if kind == "composable":
+        for layer in chunk.layers:
+            composable(layer.router)
+            composable(layer)
+    else:
+        chunk.around = KINDS[kind][0]
+    with watched(chunk) as seen, mrr.freeze_recompute(chunk):
+        disturbed_backward(chunk, *(forward(chunk, number=number) for number in (0, 1)))
     assert num_recomputed(seen) >= 2 * 3
     assert flips(seen) == 0
-
-
-@pytest.mark.parametrize("inner", [non_reentrant, by_hooks])
-def test_hooks_that_hide_those_of_a_checkpoint_where_routers_ask(inner):
-    chunk = Chunk()
-    chunk.around = inner
-    save_routing_on_cpu(chunk)
-    with watched(chunk) as seen, mrr.freeze_recompute(chunk):
-        disturbed_backward(chunk, forward(chunk))
-    assert (num_recomputed(seen), flips(seen)) == (3, 0)
 
 
 # What replay and its options compute beside the choice.
@@ -127,34 +103,24 @@ SELECTED = {
 }
 
 
-@pytest.mark.parametrize(
-    "saved", ["mm", "topk gather", "_to_copy", "sum", "where index_select sort scatter eq bitwise_and sum _to_copy"]
-)
+@pytest.mark.parametrize("inner", [plain, reentrant])
+@pytest.mark.parametrize("saved", ["mm", "topk gather", "where index_select sort scatter eq bitwise_and sum _to_copy"])
 @pytest.mark.parametrize("start", SELECTED.values(), ids=SELECTED)
-def test_selective_checkpoints_pair_the_operations_of_forward_and_recompute(start, saved):
+def test_selective_checkpoints_pair_the_operations_of_forward_and_recompute(start, saved, inner):
+    """A reentrant forward inside has no gradients: a live top-k gathers nothing there, and neither may its recompute."""
+
     def policy(context, op, *args, **kwargs):
         is_saved = op.overloadpacket in [getattr(torch.ops.aten, name) for name in saved.split()]
         return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts = partial(create_selective_checkpoint_contexts, policy)
     chunk = Chunk()
-    chunk.around = lambda layer, hidden: checkpoint(layer, hidden, use_reentrant=False, context_fn=contexts)
-    with watched(chunk) as seen, start(chunk) as session:
-        disturbed_backward(chunk, *(forward(chunk, session, number) for number in (0, 1)))
-    assert (num_recomputed(seen), flips(seen)) == (6, 0)
-
-
-@pytest.mark.parametrize("start", SELECTED.values(), ids=SELECTED)
-def test_a_selective_checkpoint_around_a_reentrant_one_pairs_them_too(start):
-    """Its forward has no gradients: a live top-k gathers nothing there, and neither may its recompute."""
-    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
-    chunk = Chunk()
     chunk.around = lambda layer, hidden: checkpoint(
-        partial(reentrant, layer), hidden, use_reentrant=False, context_fn=contexts
+        partial(inner, layer), hidden, use_reentrant=False, context_fn=contexts
     )
     with watched(chunk) as seen, start(chunk) as session:
         disturbed_backward(chunk, *(forward(chunk, session, number) for number in (0, 1)))
-    assert (num_recomputed(seen), flips(seen)) == (12, 0)
+    assert (num_recomputed(seen), flips(seen)) == (6 if inner is plain else 12, 0)
 
 
 # ---- orders of backwards, and graphs that micro-batches share
@@ -238,40 +204,6 @@ def test_backwards_in_several_threads_at_once_are_exact_and_verified(chunk):
     assert (num_recomputed(seen), wrong_replays(seen, trace)) == (12, 0)
     report = session.report
     assert (report.recomputes, report.decisions["verified"], report.decisions["wrong"]) == (12, 2 * 12 * 8, 0)
-
-
-# ---- sessions inside each other
-
-
-def test_a_session_inside_a_freeze_and_the_freeze_around_it_each_recompute_their_own(chunk):
-    """Sessions that were left before the one backward, between forwards of the freeze."""
-    trace = random_trace(40)
-    with watched(chunk) as seen, mrr.freeze_recompute(chunk, verify=True) as freeze:
-        losses = [forward(chunk)]
-        for number, start in ((1, mrr.record), (3, lambda model: mrr.replay(model, trace))):
-            with start(chunk) as session:
-                losses.append(forward(chunk, session, number))
-            losses.append(forward(chunk, number=number + 1))
-        disturbed_backward(chunk, *losses)
-    assert (num_recomputed(seen), flips(seen)) == (5 * 3, 0)
-    assert wrong_replays({key: maps for key, maps in seen.items() if key[0] == 3}, trace) == 0
-    assert (freeze.report.forwards, freeze.report.recomputes) == (3 * 3, 3 * 3)  # the freeze's own
-
-
-def test_a_copy_inside_its_originals_checkpoint_is_not_given_the_originals_routes():
-    chunk = Chunk()
-    with watched(chunk) as seen:
-        session = mrr.freeze_recompute(chunk)
-        twin = copy.deepcopy(chunk)  # with the watcher
-        scale = torch.ones(1, requires_grad=True)
-        loss = reentrant(lambda scale: (twin(tokens(), 1) - chunk(tokens(), 0)).mul(scale).square().mean(), scale)
-        disturb(twin)
-        session.close()
-        loss.backward()
-    assert all(torch.equal(*seen[0, layer]) for layer in (1, 2, 3))
-    with watched(twin) as live:
-        twin(tokens(), 2)
-    assert torch.equal(live[2, 1][0], seen[1, 1][-1])
 
 
 # ---- what is kept, and for how long

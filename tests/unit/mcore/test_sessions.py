@@ -21,7 +21,6 @@ from tests.unit.mcore.tiny_chunk import (
     disturbed_backward,
     flips,
     forward,
-    non_reentrant,
     num_recomputed,
     plain,
     random_trace,
@@ -31,8 +30,6 @@ from tests.unit.mcore.tiny_chunk import (
     wrong_replays,
 )
 
-QUEUED = {name: start for name, start in STARTS.items() if name != "freeze"}
-
 
 def left_over(chunk):
     """Every hook on the chunk or its routers, what is at a router's `router_replay`, and who holds it."""
@@ -41,11 +38,10 @@ def left_over(chunk):
     return on + [holder for router in chunk.routers for holder in sources_of(router)]
 
 
-@pytest.mark.parametrize("start", QUEUED.values(), ids=QUEUED)
 @pytest.mark.parametrize("by", ["close", "exception", "close_sessions"])
-def test_a_session_that_is_over_takes_nothing_and_cannot_be_begun_again(start, by):
+def test_a_session_that_is_over_takes_nothing_and_cannot_be_begun_again(by):
     chunk = Chunk()
-    session = start(chunk)
+    session = mrr.record(chunk)
     forward(chunk, session)
     if by == "close":
         session.close()
@@ -63,18 +59,16 @@ def test_a_session_that_is_over_takes_nothing_and_cannot_be_begun_again(start, b
 
 
 @pytest.mark.parametrize("held_before", [False, True])
-@pytest.mark.parametrize("start", QUEUED.values(), ids=QUEUED)
-def test_a_session_on_another_model_than_the_one_that_trains_raises(start, held_before):
+def test_a_session_on_another_model_than_the_one_that_trains_raises(held_before):
     trains = Chunk()
     if held_before:  # by the session of an earlier step
-        start(trains).close(verify=False)
+        mrr.record(trains).close(verify=False)
     other = r"other routers ran 3 forwards in training mode: the session was opened on another model than the one that"
-    with pytest.raises(ReplayStateError, match=other), start(Chunk()):
+    with pytest.raises(ReplayStateError, match=other), mrr.record(Chunk()):
         forward(trains).backward()
         forward(trains.eval())
 
 
-@pytest.mark.parametrize("least", [None, 0.99])
 @pytest.mark.parametrize(
     ("padding", "message"),
     [
@@ -82,7 +76,7 @@ def test_a_session_on_another_model_than_the_one_that_trains_raises(start, held_
         (torch.ones(2, 4), "none of 8 tokens was replayed on this rank, for padding= calls all of them"),
     ],
 )
-def test_a_replay_of_nothing_or_of_padding_alone_raises_unless_that_is_meant(padding, message, least):
+def test_a_replay_of_nothing_or_of_padding_alone_raises_unless_that_is_meant(padding, message):
     def step(least):
         chunk, evaluated = Chunk(), Chunk().eval()
         with mrr.replay(chunk, random_trace(8), min_replayed=least) as session:
@@ -93,17 +87,16 @@ def test_a_replay_of_nothing_or_of_padding_alone_raises_unless_that_is_meant(pad
         return session.report
 
     with pytest.raises(ReplayStateError, match=message):
-        step(least)
+        step(None)
     assert step(0).replayed_share is None
 
 
-@pytest.mark.parametrize("options", [{}, {"verify": True, "ask_every_layer": True}], ids=["", "verify"])
-def test_a_freeze_that_nobody_keeps_holds_its_model_and_does_not_keep_it_alive(options):
+def test_a_freeze_that_nobody_keeps_holds_its_model_and_does_not_keep_it_alive():
     gc.collect()
     num_held = len(dispatch.held_routers)
     chunk = Chunk()
     chunk.around = reentrant
-    mrr.freeze_recompute(chunk, **options)
+    mrr.freeze_recompute(chunk, verify=True, ask_every_layer=True)
     gc.collect()
     with watched(chunk) as seen:
         disturbed_backward(chunk, forward(chunk))
@@ -116,9 +109,8 @@ def test_a_freeze_that_nobody_keeps_holds_its_model_and_does_not_keep_it_alive(o
     assert len(dispatch.held_routers) == num_held
 
 
-@pytest.mark.parametrize("start", QUEUED.values(), ids=QUEUED)
-def test_a_session_that_is_dropped_without_close_stays_until_close_sessions(start):
-    chunk = Chunk()
+def test_a_session_that_is_dropped_without_close_stays_until_close_sessions():
+    chunk, start = Chunk(), STARTS["replay"]
     chunk.around = reentrant
     freeze = mrr.freeze_recompute(chunk, verify=True)
     with pytest.raises(ReplayStateError, match="takes no micro-batches"):
@@ -141,15 +133,42 @@ def test_a_session_that_is_dropped_without_close_stays_until_close_sessions(star
         forward(chunk, session)
 
 
-@pytest.mark.parametrize("start", QUEUED.values(), ids=QUEUED)
-def test_a_session_that_ended_or_holds_nothing_keeps_no_model(start):
-    chunk = Chunk()
-    start(chunk).close(verify=False)
+def test_a_closed_session_and_its_trace_outlive_neither_a_kept_loss_nor_their_model():
+    chunk, trace = Chunk(), random_trace()
+    chunk.around = reentrant
+    session = mrr.replay(chunk, trace)
+    loss = forward(chunk, session)
+    session.close()
     mrr.replay(chunk, enabled=False)
-    kept = weakref.ref(chunk)
-    del chunk
+    assert left_over(chunk) == []
+    kept = [weakref.ref(session), weakref.ref(trace.topk_indices)]
+    del session, trace
     gc.collect()
-    assert kept() is None
+    assert [reference() for reference in kept] == [None, None]
+    loss.backward()
+    model = weakref.ref(chunk)
+    del chunk, loss
+    gc.collect()
+    assert model() is None
+
+
+def test_a_copy_of_a_model_under_a_session_is_not_under_it_and_may_have_its_own():
+    chunk, trace = Chunk(), random_trace()
+    chunk.around = reentrant
+    with watched(chunk) as live:
+        chunk(tokens())
+    with mrr.replay(chunk, trace) as session:
+        twin = copy.deepcopy(chunk)
+        assert mrr.close_sessions(twin) == 0
+        with watched(twin) as of_twin:
+            twin(tokens())
+        assert all(torch.equal(of_twin[key][0], live[key][0]) for key in live)
+        with watched(chunk) as seen, watched(twin) as of_twin, mrr.freeze_recompute(twin):
+            losses = forward(chunk, session), forward(twin)
+            disturb(twin)
+            disturbed_backward(chunk, *losses)
+    assert wrong_replays(seen, trace) == 0
+    assert (num_recomputed(of_twin), flips(of_twin)) == (3, 0)
 
 
 def test_one_of_several_ranks_cannot_tell_the_number_of_rows_while_it_records():
@@ -167,46 +186,6 @@ def test_one_of_several_ranks_cannot_tell_the_number_of_rows_while_it_records():
         mrr.close_sessions(chunk)
     finally:
         dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("around", [plain, reentrant, non_reentrant])
-def test_a_loss_that_is_kept_does_not_keep_the_closed_session_and_its_trace(around):
-    chunk, trace = Chunk(), random_trace()
-    chunk.around = around
-    session = mrr.replay(chunk, trace)
-    loss = forward(chunk, session)
-    session.close()
-    assert left_over(chunk) == []
-    kept = [weakref.ref(session), weakref.ref(trace.topk_indices)]
-    del session, trace
-    gc.collect()
-    assert [reference() for reference in kept] == [None, None]
-    loss.backward()
-
-
-def test_a_copy_of_a_model_under_a_session_is_not_under_it_and_may_have_its_own():
-    chunk, trace = Chunk(), random_trace()
-    with watched(chunk) as live:
-        chunk(tokens())
-    with mrr.replay(chunk, trace) as session:
-        twin = copy.deepcopy(chunk)
-        assert mrr.close_sessions(twin) == 0
-        with watched(twin) as of_twin:
-            twin(tokens())
-        with watched(chunk) as seen:
-            forward(chunk, session)
-    assert all(torch.equal(of_twin[key][0], live[key][0]) for key in live)
-    assert wrong_replays(seen, trace) == 0
-    with mrr.freeze_recompute(chunk):
-        twin = copy.deepcopy(chunk)
-        twin.around = reentrant
-        with watched(twin) as seen, mrr.freeze_recompute(twin), mrr.replay(twin, trace) as session:
-            loss = forward(twin, session)
-            disturb(twin)
-            loss.backward()
-        assert wrong_replays(seen, trace) == 0
-        with pytest.raises(ReplayStateError, match="under another session"):
-            mrr.freeze_recompute(chunk)
 
 
 # ---- evaluations inside a session, and the time of its check
@@ -227,28 +206,19 @@ def test_a_disabled_session_leaves_the_model_as_it_is_and_drops_rows():
         session.microbatch(ROWS)
 
 
-@pytest.mark.parametrize("start", QUEUED.values(), ids=QUEUED)
-def test_a_disabled_session_inside_another_raises_and_names_paused(start):
-    chunk, others = Chunk(), Chunk()
-    session = start(chunk)
-    with pytest.raises(
-        ReplayStateError, match=rf"MRR404: replay\(enabled=False\) inside a {session.kind} .*paused\(\)"
-    ):
-        mrr.replay([chunk], enabled=False)
-    mrr.replay(others, enabled=False).close()
-    with session.paused():
-        chunk(tokens())
-    mrr.close_sessions(chunk)
-    mrr.replay(chunk, enabled=False).close()
-
-
-def test_an_evaluation_inside_a_session_names_paused():
+def test_an_evaluation_and_a_disabled_session_inside_another_name_paused():
     chunk = Chunk()
     session = mrr.replay(chunk, random_trace())
+    with pytest.raises(ReplayStateError, match=r"MRR404: replay\(enabled=False\) inside a replay .*paused\(\)"):
+        mrr.replay([chunk], enabled=False)
+    mrr.replay(Chunk(), enabled=False).close()
+    with session.paused():
+        chunk(tokens())
     forward(chunk, session)
     with pytest.raises(ReplayStateError, match=r"MRR406: .*reference pass runs inside `with session.paused\(\):`"):
         chunk.eval()(tokens())
     mrr.close_sessions(chunk)
+    mrr.replay(chunk, enabled=False).close()
 
 
 def test_a_replay_that_does_not_add_up_says_that_the_step_comes_after_the_block():
@@ -348,13 +318,3 @@ def test_a_freeze_warns_where_a_rebuilt_model_trains_in_place_of_its_own(around,
     )
     step(rebuilt)
     assert warnings() == []
-
-
-def test_a_freeze_that_was_closed_warns_of_no_model(lines):
-    chunk = Chunk()
-    mrr.freeze_recompute(chunk).close()
-    step(chunk)
-    del chunk
-    gc.collect()
-    step(Chunk())
-    assert [text for level, text in lines() if level == "WARNING"] == []

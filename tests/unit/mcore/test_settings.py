@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_router_replay.mcore.model.support import config_refusals
 from tests.unit.mcore.tiny_chunk import config
 
+pytestmark = pytest.mark.version
 ROUTER: Any = SimpleNamespace(num_experts=8, topk=2)  # what the checks read of a router
 FIELDS = {field.name for field in dataclasses.fields(TransformerConfig)}
 GRAPH_FIELD = "cuda_graph_modules" if "cuda_graph_modules" in FIELDS else "cuda_graph_scope"  # renamed in 0.18
@@ -34,10 +35,7 @@ def test_a_plain_config_is_not_refused():
 GRAPHS: list[tuple[str, dict[str, Any], str | None]] = [
     ("none", {GRAPH_FIELD: []}, None),
     ("local", {GRAPH_FIELD: ["attn"]}, None),
-    ("transformer_engine", {GRAPH_FIELD: ["attn"]}, None),
     ("local", {GRAPH_FIELD: []}, "full"),
-    ("transformer_engine", {GRAPH_FIELD: []}, "full"),
-    ("transformer_engine", {GRAPH_FIELD: ["attn", "moe_router"]}, "moe_router"),
     ("local", {GRAPH_FIELD: ["moe_router"]}, "moe_router"),  # which brings moe_preprocess along
     # The old name of the modules is read as Megatron-Core reads it.
     ("transformer_engine", {"cuda_graph_scope": ["attn"]}, None),
@@ -47,7 +45,6 @@ if SINCE_0_18:  # scopes of inference graphs stand apart, and do not matter to t
     GRAPHS += [
         ("full_iteration", {GRAPH_FIELD: []}, "full_iteration"),
         ("local", {GRAPH_FIELD: ["attn"], "inference_cuda_graph_scope": "layer"}, None),
-        ("local", {GRAPH_FIELD: ["attn"], "inference_cuda_graph_scope": "block"}, None),
         ("local", {GRAPH_FIELD: [], "inference_cuda_graph_scope": "block"}, None),
     ]
 else:
@@ -67,7 +64,6 @@ def test_cuda_graphs_with_the_router_in_them_are_refused_and_others_are_not(impl
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("moe_router_force_biased", 0.5),
         ("moe_router_force_biased", -0.5),
         ("moe_router_force_load_balancing", True),
         ("moe_expert_rank_capacity_factor", 1.5),

@@ -1,6 +1,5 @@
 """A recompute without a tape of its forward raises, in a session and after it."""
 
-import copy
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -19,7 +18,6 @@ from tests.unit.mcore.tiny_chunk import (
     flips,
     forward,
     non_reentrant,
-    num_recomputed,
     plain,
     random_trace,
     recompute,
@@ -54,9 +52,8 @@ KINDS = {
 
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize("outer", [None, reentrant, non_reentrant])
-@pytest.mark.parametrize("replays", [False, True], ids=["freeze", "replay"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_unknown_kind_of_checkpoint_raises_in_its_backward(kind, replays, outer, left):
+def test_an_unknown_kind_of_checkpoint_raises_in_its_backward(kind, outer, left):
     """Also around two forwards, and inside a checkpoint that is known."""
     chunk = Chunk()
     chunk.around = KINDS[kind]
@@ -65,10 +62,9 @@ def test_an_unknown_kind_of_checkpoint_raises_in_its_backward(kind, replays, out
         return (chunk(tokens(), 0) - chunk(tokens(), 1)).mul(scale).square().mean()
 
     scale = torch.ones(1, requires_grad=True)
-    session = mrr.replay(chunk, random_trace()) if replays else mrr.freeze_recompute(chunk)
-    if replays:
-        session.microbatch(ROWS)
-        session.microbatch(ROWS + 8)
+    session = mrr.replay(chunk, random_trace())
+    session.microbatch(ROWS)
+    session.microbatch(ROWS + 8)
     with watched(chunk) as seen:
         loss = two_forwards(scale) if outer is None else outer(two_forwards, scale)
         disturb(chunk)
@@ -154,13 +150,12 @@ def test_one_tape_takes_one_call_of_each_router(around):
         forward(chunk)
 
 
-@pytest.mark.parametrize("is_kept", [False, True])
-def test_one_tape_for_several_first_runs_is_ambiguous(is_kept):
+def test_one_tape_for_several_first_runs_is_ambiguous():
     chunk, tape = Chunk(num_layers=2), Tape()
-    hidden, kept = torch.randn(4, 2, 8), tape.forward()
+    hidden = torch.randn(4, 2, 8)
     with mrr.freeze_recompute(chunk):
         for layer in chunk.layers:
-            with kept if is_kept else tape.forward():
+            with tape.forward():
                 layer(hidden)
         with pytest.raises(ReplayStateError, match="ran its function several times in one forward"), tape.recompute():
             chunk.layers[0](hidden)
@@ -185,7 +180,7 @@ def driven(chunk):
     yield
 
 
-@pytest.mark.parametrize("start", [STARTS["freeze"], STARTS["replay"], driven])
+@pytest.mark.parametrize("start", [STARTS["replay"], driven])
 @pytest.mark.parametrize("around", [reentrant, non_reentrant])
 def test_a_checkpointed_function_that_works_in_a_thread_of_its_own_is_refused(around, start):
     chunk = Chunk()
@@ -195,13 +190,10 @@ def test_a_checkpointed_function_that_works_in_a_thread_of_its_own_is_refused(ar
         forward(chunk, session)
 
 
-@pytest.mark.parametrize("have_their_own", [False, True])
 @pytest.mark.parametrize("around", [reentrant, non_reentrant])
-def test_routers_that_change_places_between_forward_and_backward_raise(around, have_their_own):
+def test_routers_that_change_places_between_forward_and_backward_raise(around):
     chunk = Chunk()
     one, other = chunk.layers[:2]
-    for layer in (one, other) if have_their_own else ():
-        layer.router.router_replay = RouterReplay()
     hidden = torch.randn(4, 2, 8, requires_grad=True)
     hidden.data[..., -1] = 0
     with mrr.freeze_recompute(chunk):
@@ -220,12 +212,11 @@ def test_a_recompute_that_calls_a_router_more_often_than_its_forward_raises():
         runs.append(None)
         return sum(chunk(tokens(), number) for number in range(len(runs))) * scale
 
-    with mrr.freeze_recompute(chunk):
-        out = reentrant(once_then_twice, torch.ones(1, requires_grad=True))
-        with pytest.raises(
-            ReplayStateError, match="recomputed as call 2 of its checkpoint, where the forward called none"
-        ):
-            out.sum().backward()
+    more = pytest.raises(
+        ReplayStateError, match="recomputed as call 2 of its checkpoint, where the forward called none"
+    )
+    with mrr.freeze_recompute(chunk), more:
+        reentrant(once_then_twice, torch.ones(1, requires_grad=True)).sum().backward()
 
 
 @pytest.mark.parametrize("around", [reentrant, non_reentrant])
@@ -245,10 +236,9 @@ def test_a_recompute_that_calls_fewer_routers_than_its_forward_raises(around):
             out.sum().backward()
 
 
-@pytest.mark.parametrize("around", [reentrant, non_reentrant])
-def test_a_recompute_of_a_forward_before_the_session_raises(around):
+def test_a_recompute_of_a_forward_before_the_session_raises():
     chunk = Chunk()
-    chunk.around = around
+    chunk.around = reentrant
     loss = forward(chunk)
     unheld = r"where the forward called none: .* must have run in a session"
     with pytest.raises(ReplayStateError, match=unheld), mrr.freeze_recompute(chunk):
@@ -258,17 +248,14 @@ def test_a_recompute_of_a_forward_before_the_session_raises(around):
 # ---- a model that a session has left
 
 
-def gradients_of_a_step(chunk, number):
-    """The maps and gradients of one forward and backward without a session; the routers change in between."""
-    with watched(chunk) as seen:
-        disturbed_backward(chunk, forward(chunk, number=number))
-    gradients = [parameter.grad.clone() for parameter in chunk.parameters() if parameter.grad is not None]
-    chunk.zero_grad()
-    return seen, gradients
+def gradients_of_a_step(chunk):
+    """Return the gradients of a step without a session, in which the routers change before the recompute."""
+    disturbed_backward(chunk, forward(chunk))
+    return [parameter.grad.clone() for parameter in chunk.parameters() if parameter.grad is not None]
 
 
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["function", "hook"])
 def test_a_step_after_a_session_with_ones_own_checkpoint_raises_until_uninstall(kind, start):
     chunk, never_held = Chunk(), Chunk()
     chunk.around = never_held.around = KINDS[kind]
@@ -279,11 +266,7 @@ def test_a_step_after_a_session_with_ones_own_checkpoint_raises_until_uninstall(
     chunk.zero_grad()
     mrr.uninstall()
     mrr.install()
-    seen, gradients = gradients_of_a_step(chunk, 1)
-    expected_seen, expected = gradients_of_a_step(never_held, 1)
-    assert num_recomputed(seen) >= 3
-    assert all(map(torch.equal, gradients, expected))
-    assert all(torch.equal(*pair) for key in seen for pair in zip(seen[key], expected_seen[key]))
+    assert all(map(torch.equal, gradients_of_a_step(chunk), gradients_of_a_step(never_held)))
 
 
 def test_uninstall_leaves_the_routers_of_an_open_session_registered():
@@ -293,46 +276,3 @@ def test_uninstall_leaves_the_routers_of_an_open_session_registered():
         mrr.uninstall()
         with pytest.raises(ReplayStateError, match=UNKNOWN):
             forward(chunk).backward()
-
-
-@pytest.mark.parametrize("how", ["tensor hook", "full backward hook", "saved tensor hook"])
-def test_a_hook_that_is_put_on_after_the_session_cannot_run_a_layer_of_it_live(how):
-    """The hook's node is younger than the session, though the layer that it runs again was forwarded inside."""
-    chunk, leaf = Chunk(), torch.zeros(4, 2, 8, requires_grad=True)
-    with mrr.freeze_recompute(chunk):
-        output = chunk.layers[0](leaf)
-
-    def rerun(*_):
-        return chunk.layers[0](leaf.detach())
-
-    output = output * 1
-    if how == "tensor hook":
-        output.register_hook(rerun)
-    elif how == "full backward hook":
-        module = torch.nn.Identity()
-        module.register_full_backward_hook(rerun)
-        output = module(output)
-    else:
-        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, rerun):
-            output = output.square()
-    with pytest.raises(ReplayStateError, match=UNKNOWN):
-        output.sum().backward()
-
-
-@pytest.mark.parametrize("is_copy", [False, True])
-def test_a_forward_under_an_action_raises_when_the_action_is_cleared(is_copy):
-    chunk = Chunk(num_layers=1, moe_enable_routing_replay=True)
-    chunk.around = unknown
-    (router,) = chunk.routers
-    router.router_replay = RouterReplay()
-    if not is_copy:
-        mrr.freeze_recompute(chunk).close()
-    router.router_replay.set_target_indices(random_trace(8).layer(1))
-    router.router_replay.router_replay_action = RouterReplayAction.REPLAY_FORWARD
-    if is_copy:
-        chunk = copy.deepcopy(chunk)
-        (router,) = chunk.routers
-    loss = forward(chunk)
-    router.router_replay.router_replay_action = None
-    with pytest.raises(ReplayStateError, match=UNKNOWN):
-        loss.backward()

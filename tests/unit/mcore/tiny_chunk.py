@@ -1,8 +1,8 @@
 """A model chunk of real Megatron-Core TopKRouters and nothing else of Megatron: it forwards and backwards in milliseconds.
 
-The last channel of the hidden state carries a number that the test gives each forward, unchanged from layer to layer. The
-watcher reads it from what enters a router, together with the routing map that leaves it. So a test knows which forward a
-recompute belongs to without asking the package.
+The last channel of the hidden state carries the number of the forward, unchanged from layer to layer. `watched` reads it
+where a router is entered, together with the routing map that leaves it: so a test knows the forward of a recompute without
+the package.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _gating(router: Any, hidden: Tensor) -> Tensor:
 
 
 class Dispatcher:
-    """As much of a token dispatcher as a session leans on: it gets what the layer's router gave."""
+    """The part of a token dispatcher that a session checks: it gets the outputs of the layer's router."""
 
     def dispatch_preprocess(self, hidden: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         self.routing_map = routing_map
@@ -118,9 +118,17 @@ class Chunk(nn.Module):
         self.number = 0  # of the next forward
         self.fail_at: int | None = None  # the layer before which the next forward fails
 
-    def forward(self, input_ids: Tensor, number: int | None = None, packed_seq_params: Any = None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        number: int | None = None,
+        packed_seq_params: Any = None,
+        position_ids: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        inference_context: Any = None,
+    ) -> Tensor:
         number = self.number if number is None else number
-        hidden = self.embedding[input_ids.t()]
+        hidden = self.embedding[input_ids.reshape(-1, input_ids.shape[-1]).t()]
         hidden = torch.cat([hidden[..., :-1], torch.full_like(hidden[..., -1:], float(number))], dim=-1)
         for position, layer in enumerate(self.layers):
             if self.fail_at == position:
@@ -169,12 +177,8 @@ def with_gradients(layer: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return forward
 
 
-def reentrant_with_gradients(layer: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    return reentrant(with_gradients(layer), *inputs)
-
-
 class _CheckpointFrame:
-    """What Transformer Engine's checkpoint without reentrance keeps from its forward to its recompute."""
+    """State of Transformer Engine's non-reentrant checkpoint from its forward to its recompute."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -250,7 +254,7 @@ KINDS: dict[str, tuple[Around, int]] = {
     "non-reentrant": (non_reentrant, 1),
     "by hooks": (by_hooks, 1),
     "Transformer Engine's reentrant": (transformer_engine_reentrant, 1),
-    "gradients on inside a reentrant one": (reentrant_with_gradients, 1),
+    "gradients on inside a reentrant one": (lambda layer, hidden: reentrant(with_gradients(layer), hidden), 1),
     "gradients on inside a non-reentrant one": (lambda layer, hidden: non_reentrant(with_gradients(layer), hidden), 1),
     "reentrant in non-reentrant": (nested(non_reentrant, reentrant), 2),
     "non-reentrant in reentrant": (nested(reentrant, non_reentrant), 2),

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megatron_router_replay.layout import check_tokens, rows_for_router, split_context_parallel
+from megatron_router_replay.layout import rows_for_router, split_context_parallel
 from megatron_router_replay.store import load_trace, merge_traces, save_trace
 from tests.support.packing import pack_rows
 from tests.unit.store.store_traces import assert_same, full_trace
@@ -33,5 +33,4 @@ def test_rows_on_a_gpu_are_split_and_merged_as_on_a_cpu():
         expected = split_context_parallel(rows, cp_rank=rank, cp_size=2, cu_seqlens_padded=bounds)
         assert part.is_cuda
         assert torch.equal(part.cpu(), expected)
-        check_tokens(part, part + 100, token_ids=torch.arange(16) + 100)
     assert torch.equal(rows_for_router(moved).cpu(), rows_for_router(rows))

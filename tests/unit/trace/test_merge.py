@@ -33,18 +33,6 @@ def part_of(trace, rows, layer_numbers, *, num_tokens=None):
     )
 
 
-def test_pipeline_stages_bring_layers_and_sequence_parallel_ranks_bring_rows():
-    parts = [
-        RoutingTrace(topk_indices=[[[0, 1]], [[-1, -1]]], layer_numbers=(2,), num_experts=4),
-        RoutingTrace(topk_indices=[[[-1, -1]], [[1, 2]]], layer_numbers=(2,), num_experts=4),
-        RoutingTrace(topk_indices=[[[3, 0]], [[2, 1]]], layer_numbers=(1,), num_experts=4),
-    ]
-    merged = merge_traces(parts)
-    assert merged.layer_numbers == (1, 2)
-    assert merged.topk_indices.tolist() == [[[3, 0], [0, 1]], [[2, 1], [1, 2]]]
-    assert merged.replay_mask.tolist() == [True, True]
-
-
 LAYERS = (2, 3, 5, 8)
 LAYOUTS = {
     "one rank": {},
@@ -157,14 +145,6 @@ def test_stages_without_moe_layers_miss_nothing_and_add_their_token_ids():
     assert merged.token_ids.tolist() == [7, 8, 9]
 
 
-def test_the_first_eight_missing_rows_are_named_and_all_counted():
-    trace = make_trace(14, layer_numbers=(1,))
-    part = part_of(trace, [0, 6, 13], (1,))
-    expected = r"^MRR108: 11 of 14 rows .* the first are \[1, 2, 3, 4, 5, 7, 8, 9\]\."
-    with pytest.raises(TraceError, match=expected):
-        merge_traces([part])
-
-
 def test_rows_without_a_route_are_spread_over_all_experts():
     part = RoutingTrace(topk_indices=[[[3, 1]], [[-1, -1]]], layer_numbers=(1,), num_experts=4)
     late = RoutingTrace(topk_indices=[[[-1, -1]]] * 4 + [[[2, 0]]], layer_numbers=(1,), num_experts=4)
@@ -175,16 +155,6 @@ def test_rows_without_a_route_are_spread_over_all_experts():
     assert merged.replay_mask.tolist() == [True, False, False, False, True]
     assert merged.layer(1).tolist() == [[3, 1], [2, 3], [0, 1], [2, 3], [2, 0]]
     assert merged.layer(2).tolist() == [[0, 1], [2, 3], [0, 1], [2, 3], [0, 3]]
-
-
-@pytest.mark.parametrize("rows_of_a_block", [100, 1, 2, 3])
-def test_a_shorter_part_saw_nothing_of_the_last_rows(monkeypatch, rows_of_a_block):
-    trace = make_trace(6)
-    monkeypatch.setattr(merge_module, "_BLOCK_BYTES", rows_of_a_block * trace.num_layers * trace.topk)
-    parts = [part_of(trace, [0, 1], (2, 3, 7)), part_of(trace, [2, 5], (2, 3, 7))]
-    merged = merge_traces(parts, allow_gaps=True)
-    assert merged.replay_mask.tolist() == [True, True, True, False, False, True]
-    assert merged.topk_indices[[0, 1, 2, 5]].tolist() == trace.topk_indices[[0, 1, 2, 5]].tolist()
 
 
 @pytest.mark.parametrize("name", ["token_ids", "weight_version"])
@@ -201,10 +171,6 @@ def test_parts_of_other_models_or_batches_raise():
         merge_traces([])
     with pytest.raises(TraceError, match=r"cannot merge str \(number 1\): each must be a RoutingTrace"):
         merge_traces([make_trace(), "x"])
-    changed = make_trace()[:]
-    changed.topk_indices[0] = 0
-    with pytest.raises(TraceError, match="was changed in place"):
-        merge_traces([changed])
     with pytest.raises(TraceError, match="part 1 with num_experts=16"):
         merge_traces([make_trace(), make_trace(num_experts=16)])
     with pytest.raises(TraceError, match="part 1 with topk=3"):

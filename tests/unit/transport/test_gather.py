@@ -19,14 +19,16 @@ def _trace(num_tokens: int, *, first: int = 0, token_ids: bool = True) -> Routin
 
 @pytest.mark.parametrize(
     ("runs", "rows"),
-    [([(1, 3), (4, 7)], [1, 2, 4, 5, 6]), ([(8, 9), (0, 5)], [8, 0, 1, 2, 3, 4]), ([(5, 5)], [])],
+    [([(1, 3), (4, 5), (5, 7)], [1, 2, 4, 5, 6]), ([(8, 9), (0, 5)], [8, 0, 1, 2, 3, 4]), ([(9, 9)], [])],
 )
-def test_runs_of_rows_cross_traces(runs: list[tuple[int, int]], rows: list[int]) -> None:
+@pytest.mark.parametrize("layers", [(1, 4), (2, 4), ()])
+def test_runs_of_rows_and_layers_are_those_of_their_traces(runs, rows, layers) -> None:
     traces = [_trace(5), _trace(4, first=100)]
     source = TraceRows(traces)
-    memory = source.format.select_layers((1, 4)).empty(len(rows))
-    source.fill(runs, (1, 4), memory)
-    assert torch.equal(memory["topk_indices"], torch.cat([trace.topk_indices for trace in traces])[rows][:, [0, 2]])
+    memory = source.format.select_layers(layers).empty(len(rows))
+    source.fill(runs, layers, memory)
+    columns = [(1, 2, 4).index(number) for number in layers]
+    assert torch.equal(memory["topk_indices"], torch.cat([trace.topk_indices for trace in traces])[rows][:, columns])
     assert memory["token_ids"].tolist() == [(row if row < 5 else row + 95) for row in rows]
 
 

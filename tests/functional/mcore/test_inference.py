@@ -1,4 +1,4 @@
-"""Megatron-Core's own inference engine on a CPU: its requests decode to the routes of a forward over the finished sequence.
+"""Megatron-Core's inference engine on a CPU: its requests decode to the routes of a forward over the finished sequence.
 
 FlashAttention's two kernels are replaced by the same attention in torch, and einops by a view, because no CPU has them. All
 else is Megatron's: the scheduler, the blocks of the cache, the recording of routes and the finished requests.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 from unittest import mock
 
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 import megatron_router_replay as mrr
-from megatron_router_replay.errors import PayloadError
-from tests.functional.mcore.cases import MEGATRON, Case, build, watched
+from megatron_router_replay.errors import PayloadError, UnsupportedRouterError
+from tests.functional.mcore.cases import DRAWN, MEGATRON, Case, build, moe_routers, random_trace, run, same, watched
 
 pytestmark = [
     pytest.mark.version,
@@ -190,3 +190,80 @@ def test_serialised_requests_and_choices_of_the_server(model: Any) -> None:
         message = {"prompt_token_ids": prompt, "generation_token_ids": result["generated_tokens"]}
         choice = {"index": 0, "message": message, "moe_topk_indices": result["routing_indices"]}
         check(mrr.engines.megatron.decode({"choices": [choice]}, model=INFO), model, prompt)
+
+
+# ---- the routers of Megatron's inference, in models that are trained
+
+
+def with_inference_routers() -> tuple[Any, list[dict[str, Any]]]:
+    """Return (model, micro-batches); its routers are those that Megatron's RL trains with."""
+    from megatron.core.transformer.moe.router import InferenceTopKRouter
+
+    _, (model,), microbatches = build(Case())
+    for router in moe_routers([model]):
+        router.__class__ = InferenceTopKRouter
+        if MEGATRON < (0, 18):
+            router.is_inference_cuda_graphed_iteration = False
+    return model, microbatches
+
+
+def test_inference_routers_are_replayed_while_inference_mode_is_off():
+    model, microbatches = with_inference_routers()
+    assert [(each.router_class, each.replayable) for each in mrr.explain(model)] == [("InferenceTopKRouter", True)] * 4
+    live = run([model], Case(), microbatches)
+    with mrr.record(model, verify=True) as recording:
+        assert same(live, run([model], Case(), microbatches, recording))
+    with mrr.replay(model, recording.trace(), verify=True) as session:
+        assert same(live, run([model], Case(), microbatches, session))
+    assert session.report.decisions["verified"] == 4 * 64
+
+
+@contextmanager
+def inference_switched_on(model: Any) -> Iterator[None]:
+    """Megatron's inference mode, without the compiler that its routers call there."""
+    with torch.compiler.set_stance("force_eager"):
+        if MEGATRON < (0, 18):
+            for router in moe_routers([model]):
+                router.set_inference_cuda_graphed_iteration()
+            model.eval()  # the flag of 0.17 counts outside of training only
+            yield
+            return
+        from megatron.core.inference.utils import InferenceMode
+
+        with InferenceMode.active():
+            yield
+
+
+ALONE = r"router class\s+InferenceTopKRouter routes without the session while Megatron's inference mode is on"
+
+
+def test_inference_routers_are_refused_while_inference_mode_is_on():
+    model, _ = with_inference_routers()
+    with inference_switched_on(model), pytest.raises(UnsupportedRouterError, match=r"layers? 1.*: " + ALONE):
+        mrr.freeze_recompute(model)
+    model.train()
+    if MEGATRON >= (0, 18):
+        mrr.freeze_recompute(model).close(verify=False)
+
+
+def test_inference_mode_that_is_switched_on_inside_a_replay_raises_and_inside_a_freeze_is_live():
+    """Route as an engine's step does: tokens alone, no sequences. A frozen run may generate between its steps."""
+    model, _ = with_inference_routers()
+    router, hidden = moe_routers([model])[0], torch.randn(6, 1, model.config.hidden_size)
+    with inference_switched_on(model), torch.no_grad():
+        plain = router(hidden)[1]
+    model.train()
+    session = mrr.replay(model, random_trace(Case()), **DRAWN)
+    session.microbatch(torch.arange(6).view(1, 6), model)
+    with (
+        inference_switched_on(model),
+        torch.no_grad(),
+        pytest.raises(UnsupportedRouterError, match="^MRR401: layer 1: " + ALONE),
+    ):
+        router(hidden)
+    session.close(verify=False)
+    model.train()
+    freeze = mrr.freeze_recompute(model)
+    with inference_switched_on(model), torch.no_grad():
+        assert torch.equal(router(hidden)[1], plain)
+    freeze.close(verify=False)
