@@ -33,13 +33,13 @@ def copy_routes(
     columns: Sequence[int],
     model: ModelRoutingInfo,
     source: Source,
-    missing: str = "raise",
-    first_row: int = 0,
+    missing: str,
+    first_row: int,
 ) -> Array:
     """Copy and check the MoE layers of each row; return the mask of rows with a route.
 
     Args:
-        part: [rows, columns of any layers, topk], any integer dtype.
+        part: [rows, columns of any layers, topk], one row at least, any integer dtype.
         out: [rows, MoE layers, topk] in the narrow dtype; rows without a route are undefined afterwards.
         columns: of the MoE layers, in order.
         missing: "raise", or "live": rows that are absent or lost have no route.
@@ -51,13 +51,13 @@ def copy_routes(
     Raises:
         PayloadError: see the module's table.
     """
-    if len(part) and np.iinfo(part.dtype).max < model.num_experts - 1:
+    if np.iinfo(part.dtype).max < model.num_experts - 1:
         raise source.error(
             f"MRR307: ids are {part.dtype}, which cannot hold the ids of {model.num_experts} experts: a cast has wrapped "
             "them. Keep them in int16, uint16 or wider."
         )
     rows_of_layers = part[:, as_slice(columns)]
-    step = max(1, _BLOCK_BYTES // max(1, part.shape[1] * part.shape[2] * part.itemsize))
+    step = max(1, _BLOCK_BYTES // part[0].nbytes)
     is_clean = True
     for begin in range(0, len(part), step):
         block, narrow = rows_of_layers[begin : begin + step], out[begin : begin + step]

@@ -202,7 +202,7 @@ def _fill(sample: SampleRows, model: ModelRoutingInfo, out: Array, mask: Array) 
     columns = [numbers.index(number) for number in model.moe_layer_numbers]
     dense = sorted(set(range(len(numbers))).difference(columns))
     # The last sampled token is never fed back to the engine, so it has no route, whatever its row contains.
-    end = num_tokens if sample.last_row == "route" else max(num_tokens - 1, 0)
+    end = num_tokens if sample.last_row == "route" else num_tokens - 1
     row, num_lost = sample.start, 0
     for part in sample.layout.parts:
         first = max(row, sample.begin)  # of a decode server, the rows of the prompt are rubbish
