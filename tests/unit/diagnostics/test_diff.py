@@ -255,11 +255,12 @@ def test_whole_sets_that_flip_are_not_called_rounding():
 
 
 def test_the_text_lists_the_layers_that_differ_most_and_counts_the_others():
-    a = make_trace(200, layer_numbers=tuple(range(1, 13)), topk=2, num_experts=16)
+    a = make_trace(200, layer_numbers=tuple(range(1, 13)), topk=2, num_experts=16, sequence_lengths=(120, 80))
     text = str(mrr.diff_traces(a, a._with(topk_indices=a.topk_indices.roll(1, 0))))
-    assert (
-        "fact: rows 1..199 of b match a's rows 0..198 (1 row earlier), in all layers: 2,388 of 2,388 decisions." in text
+    words = (
+        "fact: rows 1..199 (samples 0..1) of b match a's rows 0..198 (1 row earlier), in all layers: 2,388 of 2,388 "
     )
+    assert words in text
     assert "  2 more layers differ less\n" in text
     assert text.endswith("the traces differ")
 
