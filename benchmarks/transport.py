@@ -96,7 +96,7 @@ def produce(queue: Any, port: int, num_tokens: int) -> None:
     """Be the rollout process."""
     source = GeneratedRows(num_tokens)
     before = resident_bytes()
-    with RouteGroup(open_store("127.0.0.1", port, is_server=False), ONE, **LIMITS) as group:
+    with RouteGroup(open_store("127.0.0.1", port, is_server=False), ONE, sender=0, **LIMITS) as group:
         began = time.perf_counter()
         group.send(source)
         group.join()

@@ -193,7 +193,7 @@ class WorkerRollouts(Rollouts):
 
 
 class DistributedRollouts(WorkerRollouts):
-    """Workers that send over torch.distributed, each in a group of its own that training's collectives know nothing of."""
+    """Workers that send over torch.distributed, in a group of their own that training's collectives know nothing of."""
 
     def __init__(self, settings: Settings, trainer: Trainer, **options: Any) -> None:
         super().__init__(settings, trainer, **options)
@@ -203,18 +203,16 @@ class DistributedRollouts(WorkerRollouts):
         if self.is_manager:
             self.workers = [WorkerProcess(*these) for these in self._worker_arguments(DistributedRoutes(port))]
         self.store = store or open_store(HOST, port, is_server=False)
-        self.routes = [
-            RouteGroup(self.store, self.layout, place=self.place, name=f"routes-{number}", times=self.times)
-            for number in range(settings.rollout_workers)
-        ]
+        self.routes = RouteGroup(
+            self.store, self.layout, place=self.place, num_senders=settings.rollout_workers, times=self.times
+        )
 
     def receive(self) -> mrr.RoutingTrace:
-        return mrr.concat_traces([routes.receive() for routes in self.routes])
+        return self.routes.receive()
 
     def kill(self) -> None:
         super().kill()
-        for routes in self.routes:
-            routes.close()
+        self.routes.close()
         for worker in self.workers:
             worker.kill()
 

@@ -26,12 +26,12 @@ from megatron_router_replay.transport import ParallelLayout, Place, RouteGroup, 
 
 HOST = "127.0.0.1"
 
-Connect = Callable[[int, ParallelLayout, TransportTimes], Any]
-"""(number of the worker, layout of training, where to count) -> what sends its routes."""
+Connect = Callable[[Settings, int, ParallelLayout, TransportTimes], Any]
+"""(settings, number of the worker, layout of training, where to count) -> what sends its routes."""
 
 
 class DistributedRoutes:
-    """Connects a worker to the training ranks over torch.distributed, in a transport of its own.
+    """Connects a worker to the training ranks over torch.distributed.
 
     Args:
         port: of the store on this machine where they meet.
@@ -40,23 +40,25 @@ class DistributedRoutes:
     def __init__(self, port: int) -> None:
         self.port = port
 
-    def __call__(self, number: int, layout: ParallelLayout, times: TransportTimes) -> RouteGroup:
+    def __call__(self, settings: Settings, number: int, layout: ParallelLayout, times: TransportTimes) -> RouteGroup:
         store = open_store(HOST, self.port, is_server=False)
-        return RouteGroup(store, layout, name=f"routes-{number}", times=times)
+        return RouteGroup(store, layout, sender=number, num_senders=settings.rollout_workers, times=times)
 
 
 class RayRoutes:
     """Puts a worker's routes into Ray's object store and keeps the references until the next batch."""
 
-    def __init__(self, number: int, layout: ParallelLayout, times: TransportTimes) -> None:
-        self.layout, self.times = layout, times
+    def __init__(self, settings: Settings, number: int, layout: ParallelLayout, times: TransportTimes) -> None:
+        self.share, self.layout, self.times = settings.samples_of(number), layout, times
         self.refs: dict[Place, Any] = {}
 
     def send(self, traces: Sequence[RoutingTrace], *, partition: Sequence[Sequence[int]]) -> None:
-        """Put every training rank's part."""
+        """Put every training rank's part; `partition` numbers the samples of all workers."""
         from megatron_router_replay.transport.ray import put_parts
 
-        self.refs = put_parts(traces, layout=self.layout, partition=partition, times=self.times)
+        share = self.share
+        own = [[sample - share.start for sample in samples if sample in share] for samples in partition]
+        self.refs = put_parts(traces, layout=self.layout, partition=own, times=self.times)
 
     def join(self) -> None:
         """Nothing to wait for: Ray holds the routes while a rank needs them."""
@@ -87,7 +89,7 @@ class RolloutWorker:
         torch.set_num_threads(1)
         self.settings, self.number = settings, number
         self.engine = make_engine(settings)
-        self.routes = connect(number, layout, self.engine.times)
+        self.routes = connect(settings, number, layout, self.engine.times)
         self.traces: list[RoutingTrace] = []
 
     def load_weights(self, weights: Any) -> None:
@@ -106,12 +108,7 @@ class RolloutWorker:
 
     def send(self) -> None:
         """Send the routes of the last rollout in the background."""
-        share = self.settings.samples_of(self.number)
-        partition = [
-            [sample - share.start for sample in samples if sample in share]
-            for samples in self.settings.partition(self.routes.layout.dp_size)
-        ]
-        self.routes.send(self.traces, partition=partition)
+        self.routes.send(self.traces, partition=self.settings.partition(self.routes.layout.dp_size))
         self.traces = []
 
     def part(self, place: Place) -> Any:

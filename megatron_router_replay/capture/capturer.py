@@ -263,8 +263,13 @@ class Capturer:
         if torch.compiler.is_compiling() or self._forward is None:
             return
         inputs = named_inputs(module, args, kwargs)
+        if self._forward.was_run:
+            raise CaptureError(
+                "MRR702: a second forward of the model in one announced forward: announce each separately."
+            )
         if isinstance(inputs.get("input_ids"), Tensor):
             self._forward.put_token_ids(self._buffer.token_ids, inputs["input_ids"], inputs.get("attention_mask"))
+        self._forward.was_run = True
 
 
 def check_rows(name: str, rows: NDArray[Any], token_ids: NDArray[np.int64], is_needed: NDArray[np.bool_]) -> None:

@@ -27,6 +27,7 @@ class Forward:
         positions: [num_tokens], in the request.
         shape: [batch, length] of the input_ids.
         has_token_ids: whether the tokens were seen.
+        was_run: whether the model was seen to run.
         eager_stamps: [num_layers], calls and rows of eager routers.
     """
 
@@ -34,6 +35,7 @@ class Forward:
     positions: IntArray
     shape: tuple[int, ...]
     has_token_ids: bool = False
+    was_run: bool = False
     eager_stamps: Sequence[int] = ()
 
     @classmethod

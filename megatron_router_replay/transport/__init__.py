@@ -11,7 +11,7 @@ partition depends on the lengths of all samples, after filtering. (2) Sends and 
 engine waits until training receives, perhaps a whole step later. A data-parallel engine rank that waits so cannot enter its
 next expert all-to-all, and its peers wait for it for ever. (3) Making the send asynchronous does not help with NCCL: a
 pending operation in the engine's CUDA context can block the default stream, where its kernels are launched. The rollout
-side is a process of its own, so it can wait for training while engines generate.
+side is a process (or several) of its own, so it can wait for training while engines generate.
 """
 
 from megatron_router_replay.transport.collective import RouteGroup

@@ -1,21 +1,18 @@
-"""Routes over torch.distributed: a rollout process sends, training ranks receive, in a group apart.
+"""Routes over torch.distributed: rollout processes send, training ranks receive, in a group apart.
 
     store = open_store("10.0.0.7", 29400, is_server=False)                  # all processes meet here
 
-    routes = RouteGroup(store, layout)                                      # in the rollout process
+    routes = RouteGroup(store, layout, sender=0)                            # in the rollout process
     routes.send(traces)                                                     # returns at once; the next send joins this one
 
     routes = RouteGroup(store, layout, place=layout.place_of(rank))         # in training rank `rank`
     trace = routes.receive()                                                # this place's samples and layers
 
-A batch has three steps. All processes meet in the store, read the sizes of the traces, and compute the same plan. Buckets of
-whole rows go from the rollout process to the first of the ranks that need them, and from each such rank to the next: tensor-
-and context-parallel ranks get the same rows. All processes meet once more, so a batch has arrived everywhere or raises
-everywhere. A process that raises, or closes, ends the waits of all with its words; one that is killed or stopped, within the
-time-outs that you give. In a group of the caller's all of them end by the time-outs.
-
-Several rollout processes have a transport each, with a `name` of its own; a training rank is in all of them, receives from
-one after another and joins the traces with `concat_traces`.
+A batch has three steps. All processes meet in the store, read the sizes of the senders' traces, and compute the same plan.
+Buckets of whole rows go from the sender that has them to the first of the ranks that need them, straight into its trace, and
+from each such rank to the next: tensor- and context-parallel ranks get the same rows. All processes meet once more, so a
+batch has arrived everywhere or raises everywhere. A process that raises, or closes, ends the waits of all with its words; one
+that is killed or stopped, within the time-outs that you give. In a group of the caller's all of them end by the time-outs.
 
 Tested with gloo in processes of one machine. A group of NCCL, with `device="cuda"`, was not run.
 """
@@ -29,17 +26,18 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
+from itertools import accumulate
 from threading import Thread
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
+from torch import Tensor
 
-from megatron_router_replay.checks import check_withdrawn
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trace.header import TraceFormat
 from megatron_router_replay.transport.gather import Memory, RowSource, TraceRows, trace_of_memory, views_of_bytes
-from megatron_router_replay.transport.group import Connections, Finish, Store
+from megatron_router_replay.transport.group import Connections, Store, Transfer
 from megatron_router_replay.transport.plan import (
     ParallelLayout,
     Part,
@@ -52,34 +50,30 @@ from megatron_router_replay.transport.plan import (
 from megatron_router_replay.transport.timing import TransportTimes
 
 _NUM_BUFFERS = 4
-"""Buckets that the rollout process stages: while one is on the wire, the next is filled."""
+"""Buckets that a sender stages: while one is on the wire, the next is filled."""
 _WINDOW = 2
-"""Buckets of a training rank at a time: one on the wire, one that it consumes or passes on."""
+"""Buckets of a receiver at a time: one on the wire, one that it consumes or passes on."""
 _END_S = 2.0
-_WITHDRAWN = {
-    "host": "the environment variable GLOO_SOCKET_IFNAME names the interface.",
-    "sender": "without place= it is the rollout process.",
-    "num_senders": "each rollout process has a RouteGroup with a name= of its own, and training ranks are in all of them.",
-}
 
-T = TypeVar("T")
 Consume = Callable[[int, RoutingTrace], None]
 
 
 class RouteGroup:
     """One process of a transport. Its constructor waits for all processes, and `close` leaves.
 
-    It is the rollout process, or with `place` a training rank. A `with` block joins and closes it.
+    It is a rollout process with `sender`, a training rank with `place`. A `with` block joins and closes it.
 
     Args:
         store: where the processes meet, see `open_store`.
         layout: of training; the same in all processes, or all raise.
+        sender, num_senders: which rollout process this is, of how many. A batch has the samples of sender 0, then those of
+            sender 1 and so on.
         place: of this training rank, `layout.place_of(rank)`.
         name: of the transport, unique on its store; used once.
-        group: a process group of all processes, the rollout process first, then training ranks in order; used by this
+        group: a process group of all processes, rollout processes first, then training ranks in order; used by this
             transport alone, for example a dedicated one of NCCL. Default: one of gloo, made here.
         device: of the messages, and so of received traces: "cuda" for a group of NCCL.
-        bucket_bytes: the same in all processes. The rollout process stages at most four buckets, whatever the payload.
+        bucket_bytes: the same in all processes. A sender stages at most four buckets, whatever the payload.
         timeout: for a batch to arrive everywhere once all processes have begun it, consumers of `stream` included.
         ready_timeout: for all processes to begin, at the start and with every batch. A process that was killed between
             batches ends the waits for it no sooner.
@@ -94,7 +88,9 @@ class RouteGroup:
         store: Store,
         layout: ParallelLayout,
         *,
+        sender: int | None = None,
         place: Place | None = None,
+        num_senders: int = 1,
         name: str = "routes",
         group: Any = None,
         device: torch.device | str = "cpu",
@@ -102,45 +98,52 @@ class RouteGroup:
         timeout: timedelta = timedelta(minutes=30),
         ready_timeout: timedelta = timedelta(hours=2),
         times: TransportTimes | None = None,
-        **withdrawn: Any,
+        host: None = None,
     ) -> None:
-        check_withdrawn("RouteGroup", withdrawn, _WITHDRAWN)
+        if host is not None:
+            raise TransportError(
+                "MRR601: host= is gone in 0.3: the environment variable GLOO_SOCKET_IFNAME names the interface."
+            )
         places = layout.places()
-        if place not in (None, *places) or bucket_bytes < 1:
-            raise TransportError(f"MRR601: there is no {place=} in {layout}, or {bucket_bytes=} is not above 0.")
-        self.layout, self.place = layout, place
-        self.times = times or TransportTimes("rollout" if place is None else "training")
-        self._rank = 0 if place is None else 1 + places.index(place)
-        self._bucket_bytes, self._ready_timeout = bucket_bytes, ready_timeout
-        self._device = torch.device(device)
+        if (sender is None) == (place is None) or bucket_bytes < 1:
+            raise TransportError(
+                f"MRR601: give a sender or a place, and bucket_bytes above 0: {sender}, {place}, {bucket_bytes}."
+            )
+        if sender not in (None, *range(num_senders)) or place not in (None, *places):
+            raise TransportError(f"MRR601: there is no {sender=} of {num_senders}, or no {place=} in {layout}.")
+        self.layout, self.sender, self.place = layout, sender, place
+        self.times = times or TransportTimes("training" if sender is None else "rollout")
+        self._rank = num_senders + places.index(place) if place is not None else sender or 0
+        self._num_senders, self._bucket_bytes = num_senders, bucket_bytes
+        self._ready_timeout, self._device = ready_timeout, torch.device(device)
         if self._device.type == "cuda" and self._device.index is None:
-            # The thread of a batch has its own current device.
+            # The thread that sends a batch has its own current device.
             self._device = torch.device("cuda", torch.cuda.current_device())
-        self._last: Future[Any] | None = None  # of the last thread that waited for other processes
-        self._sent: Future[None] | None = None  # of the batch that `join` waits for
-        members = ["the rollout process", *(f"training rank {place}" for place in places)]
+        self._sending: Future[None] | None = None
+        members = [f"rollout process {number}" for number in range(num_senders)]
+        members += [f"training rank {place}" for place in places]
         self._connections = Connections(store, name, rank=self._rank, members=members, timeout=timeout, group=group)
-        terms = {"bucket_bytes": bucket_bytes, **asdict(layout)}
-        self._wait(self._start(lambda: self._connections.connect(terms, ready_timeout)))
+        terms = {"num_senders": num_senders, "bucket_bytes": bucket_bytes, **asdict(layout)}
+        self._connections.connect(terms, ready_timeout)
         _open.add(self)
 
     def send(
         self, traces: RoutingTrace | Sequence[RoutingTrace] | RowSource, *, partition: Partition = "round_robin"
     ) -> None:
-        """Start to send a batch and return. It first waits until the last batch has arrived.
+        """Start to send this sender's samples of a batch and return. It first waits until the last batch has arrived.
 
         Args:
             traces: the samples, or a source that writes rows as they are sent. Not to be changed until `join`, or
                 the next `send`, has returned.
-            partition: the samples of each data-parallel rank; see `partition_samples`.
+            partition: of the samples of all senders, the same on all; see `partition_samples`.
 
         Raises:
             TransportError: the last batch did not arrive, or the traces differ in kind.
         """
         self.join()
         with self._connections.failing_all():
-            if self.place is not None:
-                raise TransportError(f"MRR601: training rank {self.place} receives: it does not send.")
+            if self.sender is None:
+                raise TransportError(f"MRR601: {self.place} is a training rank: it receives.")
             traces = [traces] if isinstance(traces, RoutingTrace) else traces
             source = TraceRows(traces) if isinstance(traces, Sequence) else traces
             header = {
@@ -149,7 +152,10 @@ class RouteGroup:
                 "partition": partition if isinstance(partition, str) else [[*map(int, rank)] for rank in partition],
                 "times": self.times.take(),
             }
-        self._sent = self._start(lambda: self._send(source, header))
+        self._sending = Future()
+        # A daemon, no ThreadPoolExecutor: the interpreter joins an executor's threads before any atexit function runs, so
+        # one that waits for a peer would keep the process from ending.
+        Thread(target=self._send, args=(source, header, self._sending), name="routes-send", daemon=True).start()
 
     def join(self) -> None:
         """Wait until the batch that is sent in the background has arrived everywhere.
@@ -158,9 +164,9 @@ class RouteGroup:
             TransportError: a process failed, died or did not begin in time.
             Exception: the error of a source of your own, as it was raised.
         """
-        if self._sent is not None:
-            self._wait(self._sent)  # a batch that failed raises in every call
-            self._sent = None
+        if self._sending is not None:
+            self._sending.result()  # waits; a batch that failed raises in every call
+            self._sending = None
 
     def receive(self) -> RoutingTrace:
         """Return the next batch's routes for this place. They are its data-parallel rank's samples in its stage's layers.
@@ -168,45 +174,29 @@ class RouteGroup:
         Raises:
             TransportError: a process failed, died or did not begin in time, or they do not agree.
         """
-
-        def receive_all() -> RoutingTrace:
-            part = self._begin_to_receive()
-            memory = part.format.empty(part.num_rows, device=self._device)
-
-            def keep(start: int, rows: Memory) -> None:
-                for name, values in rows.items():
-                    memory[name][start : start + len(values)] = values
-
-            self._receive(part, keep)
-            return trace_of_memory(memory, part.format, part.sequence_lengths)
-
-        return self._wait(self._start(receive_all))
+        part, memory = self._receive(None)
+        return trace_of_memory(memory, part.format, part.sequence_lengths)
 
     def stream(self, consume: Consume) -> None:
         """Receive the next batch in buckets that are never all in memory. Batches larger than the memory need it.
 
         Args:
-            consume: called with the first row of each bucket and its trace, in order, in a thread of the transport. The
+            consume: called with the first row of each bucket and its trace. The buckets of a sender come in order. The
                 memory is used again afterwards, so copy what you keep.
 
         Raises:
             TransportError: as `receive`.
             Exception: the error of `consume`, as it was raised; all other processes raise TransportError.
         """
-
-        def receive_all() -> None:
-            part = self._begin_to_receive()
-            self._receive(part, lambda start, rows: consume(start, trace_of_memory(rows, part.format)))
-
-        self._wait(self._start(receive_all))
+        self._receive(consume)
 
     def close(self) -> None:
         """Leave: a process that waits for this one, or will, raises. A batch under way is not waited for."""
         self._connections.fail(f"MRR603: {self._connections.member} closed the transport.")
         _open.discard(self)
-        if self._last is not None:
+        if self._sending is not None:
             with suppress(TimeoutError):
-                self._last.exception(_END_S)
+                self._sending.exception(_END_S)
 
     def __enter__(self) -> Self:
         return self
@@ -222,87 +212,94 @@ class RouteGroup:
         finally:
             self.close()
 
-    def _start(self, act: Callable[[], T]) -> Future[T]:
-        """Do something that waits for other processes, in a thread of its own.
-
-        A wait in C++ does not notice a signal such as Ctrl-C, which Python gives to the main thread.
-        """
-        self._connections.raise_if_failed()
-        done: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                with self._connections.failing_all():
-                    result = act()
-                done.set_result(result)
-            except BaseException as error:
-                done.set_exception(error)
-
-        # A daemon, no ThreadPoolExecutor: the interpreter joins an executor's threads before any atexit function runs, so
-        # one that waits for a peer would keep the process from ending.
-        Thread(target=run, name="routes", daemon=True).start()
-        self._last = done
-        return done
-
-    def _wait(self, done: Future[T]) -> T:
-        with self._connections.failing_all():  # by a signal that comes meanwhile
-            return done.result()
-
-    def _begin(self, header: dict[str, Any] | None) -> dict[Place, Part]:
-        """Return the plan of the batch that all processes begin."""
+    def _begin(self, header: dict[str, Any] | None) -> tuple[dict[Place, Part], list[int]]:
+        """Return the plan of the batch that all processes begin, and where each sender's rows end in it."""
         with self.times.measure("wait"):
-            header = self._connections.begin(header, self._ready_timeout)
-        if self.place is not None:
-            self.times.add(header["times"])
-        lengths, format = header["sequence_lengths"], TraceFormat.from_json(header["format"])
-        return plan_routes(lengths, layout=self.layout, format=format, partition=header["partition"])
+            headers = self._connections.begin(header, self._ready_timeout, self._num_senders)
+        first = headers[0]
+        for number, each in enumerate(headers):
+            for name in ("format", "partition"):
+                if each[name] != first[name]:
+                    values = f"{str(each[name])[:200]}, rollout process 0 {str(first[name])[:200]}"
+                    raise TransportError(f"MRR606: rollout process {number} sends {name}={values}: all send the same.")
+        if self.sender is None:
+            # The senders worked at the same time, so the longest counts.
+            for name in {name for each in headers for name in each["times"]}:
+                self.times.add({name: max(each["times"].get(name, 0.0) for each in headers)})
+        lengths = [length for each in headers for length in each["sequence_lengths"]]
+        format = TraceFormat.from_json(first["format"])
+        plan = plan_routes(lengths, layout=self.layout, format=format, partition=first["partition"])
+        return plan, list(accumulate(sum(each["sequence_lengths"]) for each in headers))
 
-    def _send(self, source: RowSource, header: dict[str, Any]) -> None:
-        plan = self._begin(header)
+    def _send(self, source: RowSource, header: dict[str, Any], done: Future[None]) -> None:
+        try:
+            with self._connections.failing_all():
+                self._send_batch(source, header)
+            done.set_result(None)
+        except BaseException as error:
+            done.set_exception(error)
+
+    def _send_batch(self, source: RowSource, header: dict[str, Any]) -> None:
+        plan, sender_ends = self._begin(header)
         with self.times.measure("send"):
             size = max(self._bucket_bytes, source.format.row_bytes())
             staging = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(_NUM_BUFFERS)]
-            rank_of = {place: rank for rank, place in enumerate(self.layout.places(), start=1)}
-            under_way: deque[Finish] = deque()
-            for i, bucket in enumerate(plan_buckets(plan, self._bucket_bytes)):
+            # Tensor- and context-parallel ranks get their rows from the rank before them.
+            first_ranks = list(plan)[:: self.layout.num_copies]
+            rank_of = {place: rank for rank, place in enumerate(plan, self._num_senders)}
+            buckets = plan_buckets({place: plan[place] for place in first_ranks}, sender_ends, self._bucket_bytes)
+            under_way: deque[Transfer] = deque()
+            for i, bucket in enumerate(bucket for bucket in buckets if bucket.sender == self.sender):
                 if i >= _NUM_BUFFERS:
-                    under_way.popleft()()  # which was the last use of this buffer
-                message = staging[i % _NUM_BUFFERS][: bucket.nbytes]
-                memory = views_of_bytes(message, bucket.format, bucket.num_rows)
-                source.fill(bucket.runs, bucket.format.layer_numbers, memory)
-                under_way.append(self._connections.send(message, rank_of[bucket.place]))
-            for finish in under_way:
-                finish()
+                    self._connections.finish(under_way.popleft())  # which was the last use of this buffer
+                format = plan[bucket.place].format
+                memory = views_of_bytes(staging[i % _NUM_BUFFERS], format, bucket.stop - bucket.start)
+                source.fill(bucket.runs, format.layer_numbers, memory)
+                under_way.append(self._connections.send(_messages(memory), rank_of[bucket.place]))
+            for transfer in under_way:
+                self._connections.finish(transfer)
             self._connections.end()
 
-    def _begin_to_receive(self) -> Part:
-        if self.place is None:
-            raise TransportError("MRR601: the rollout process sends: it does not receive.")
-        return self._begin(None)[self.place.first_copy]
+    def _receive(self, consume: Consume | None) -> tuple[Part, dict[str, Tensor]]:
+        """Receive buckets into the memory of the whole part, or of two buckets for `consume`, and pass them on."""
+        with self._connections.failing_all():
+            if self.place is None:
+                raise TransportError(f"MRR601: rollout process {self.sender} sends: it does not receive.")
+            plan, sender_ends = self._begin(None)
+            part = plan[self.place]
+            with self.times.measure("receive"):
+                buckets = plan_buckets({self.place: part}, sender_ends, self._bucket_bytes)
+                largest = max((bucket.stop - bucket.start for bucket in buckets), default=0)
+                window = [part.format.empty(largest, device=self._device) for _ in range(_WINDOW)] if consume else []
+                whole = part.format.empty(0 if consume else part.num_rows, device=self._device)
+                copy = (self._rank - self._num_senders) % self.layout.num_copies
+                next_rank = [self._rank + 1] if copy + 1 < self.layout.num_copies else []
 
-    def _receive(self, part: Part, use: Callable[[int, Memory], None]) -> None:
-        """Receive the buckets of a part, pass each on to the next rank with the same rows, and call use(first row, rows)."""
-        assert self.place is not None
-        with self.times.measure("receive"):
-            buckets = plan_buckets({self.place: part}, self._bucket_bytes)
-            size = max((bucket.nbytes for bucket in buckets), default=0)
-            window = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(_WINDOW)]
-            messages = [window[i % _WINDOW][: bucket.nbytes] for i, bucket in enumerate(buckets)]
-            copy = (self._rank - 1) % self.layout.num_copies
-            source = self._rank - 1 if copy else 0
-            is_passed_on = copy + 1 < self.layout.num_copies
-            asked = deque(self._connections.receive(message, source) for message in messages[:_WINDOW])
-            for i, (bucket, message) in enumerate(zip(buckets, messages)):
-                asked.popleft()()
-                passed_on = self._connections.send(message, self._rank + 1) if is_passed_on else None
-                use(bucket.start, views_of_bytes(message, part.format, bucket.num_rows))
-                if passed_on is not None:
-                    passed_on()  # until then its memory must not change
-                if i + _WINDOW < len(buckets):
-                    asked.append(self._connections.receive(messages[i + _WINDOW], source))
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)  # the caller's thread has a current stream of its own
-            self._connections.end()
+                def ask(i: int) -> tuple[Memory, Transfer]:
+                    start, stop = buckets[i].start, buckets[i].stop
+                    memory, offset = (window[i % _WINDOW], start) if consume else (whole, 0)
+                    rows: Memory = {name: each[start - offset : stop - offset] for name, each in memory.items()}
+                    source = self._rank - 1 if copy else buckets[i].sender
+                    return rows, self._connections.receive(_messages(rows), source)
+
+                asked = deque(ask(i) for i in range(min(_WINDOW, len(buckets))))
+                for i, bucket in enumerate(buckets):
+                    rows, transfer = asked.popleft()
+                    self._connections.finish(transfer)
+                    passed_on = [self._connections.send(_messages(rows), rank) for rank in next_rank]
+                    if consume:
+                        consume(bucket.start, trace_of_memory(rows, part.format))
+                    for transfer in passed_on:  # until then its memory must not change
+                        self._connections.finish(transfer)
+                    if i + _WINDOW < len(buckets):
+                        asked.append(ask(i + _WINDOW))
+                self._connections.end()
+            return part, whole
+
+
+def _messages(memory: Memory) -> list[Tensor]:
+    """Return contiguous rows as flat uint8, one dtype for all."""
+    return [memory[name].view(-1).view(torch.uint8) for name in sorted(memory) if memory[name].numel()]
 
 
 _open: set[RouteGroup] = set()

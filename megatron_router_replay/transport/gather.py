@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trace.header import TraceFormat
-from megatron_router_replay.trace.runs import as_slice
+from megatron_router_replay.trace.runs import neighbour_runs
 from megatron_router_replay.transport.plan import Runs, TransportError
 
 Memory = Mapping[str, Tensor]
@@ -29,10 +29,7 @@ class RowSource(Protocol):
     def sequence_lengths(self) -> tuple[int, ...]: ...
 
     def fill(self, runs: Runs, layer_numbers: tuple[int, ...], memory: Memory) -> None:
-        """Write these runs of rows, in order, into `memory`, which has just that many rows and layers.
-
-        A run lies in one sample.
-        """
+        """Write these runs of rows, in order, into `memory`. It has just that many rows and layers."""
 
 
 class TraceRows:
@@ -57,20 +54,28 @@ class TraceRows:
         self.sequence_lengths = tuple(chain.from_iterable(lengths))
         names = ("topk_indices", *self.format.per_token)
         self._tensors = {name: [getattr(trace, name).cpu() for trace in traces] for name in names}
-        self._first_rows = [0, *accumulate(trace.num_tokens for trace in traces[:-1])]
+        self._ends = list(accumulate(trace.num_tokens for trace in traces))
 
     def fill(self, runs: Runs, layer_numbers: tuple[int, ...], memory: Memory) -> None:
         """Write these runs of rows, in order, into `memory`."""
-        layers = as_slice([self.format.layer_numbers.index(number) for number in layer_numbers])
+        columns = neighbour_runs([self.format.layer_numbers.index(number) for number in layer_numbers]).tolist()
         at = 0
         for start, stop in runs:
-            trace = bisect_right(self._first_rows, start) - 1
-            rows = slice(start - self._first_rows[trace], stop - self._first_rows[trace])
-            for name, tensors in self._tensors.items():
-                values = tensors[trace][rows]
-                assert len(values) == stop - start, "a sample lies in one trace"
-                memory[name][at : at + stop - start] = values[:, layers] if name == "topk_indices" else values
-            at += stop - start
+            while start < stop:
+                trace = bisect_right(self._ends, start)
+                first_row = self._ends[trace - 1] if trace else 0
+                length = min(stop, self._ends[trace]) - start
+                # Rows of one trace at a time: a run of the batch may end in another trace.
+                rows, target = slice(start - first_row, start - first_row + length), slice(at, at + length)
+                for name, tensors in self._tensors.items():
+                    if name != "topk_indices":
+                        memory[name][target] = tensors[trace][rows]
+                        continue
+                    for to_layer, layer, layers in columns:
+                        memory[name][target, to_layer : to_layer + layers] = tensors[trace][
+                            rows, layer : layer + layers
+                        ]
+                start, at = start + length, at + length
         assert at == len(memory["topk_indices"]), "the plan's runs cover the memory"
 
 

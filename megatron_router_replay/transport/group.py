@@ -1,9 +1,8 @@
-"""The processes of a transport: they meet in a store, and send messages over a process group with time-outs.
+"""The processes of a transport: they meet in a store, and send tensors over a process group with time-outs.
 
-Each meeting has one outcome, a key of the store that is written once: either the last process that arrives writes that all
-have met, or the first that fails writes its error. So all processes leave a meeting, or all raise the same words. A process
-that fails also closes its connections: peers in the middle of a message lose it, and find its words in the store. A process
-that is killed or stopped writes nothing: its peers lose it, or run out of time, and write that.
+A process that fails writes its words into the store, if it is the first, and closes its connections. Its peers lose it, raise
+the first words and close theirs, and so on; a process that waits in the store looks for an error there. A process that is
+killed or stopped writes nothing: its peers lose it, or run out of time, and write that.
 """
 
 from __future__ import annotations
@@ -11,11 +10,10 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,11 +24,9 @@ from megatron_router_replay.transport.plan import TransportError
 Store = Any
 """A torch.distributed.Store with `clone`, such as a TCPStore."""
 
-Finish = Callable[[], None]
-"""Waits until a message has arrived, or has left; raises TransportError."""
-
-_MET = "met"
 _STORE_TIMEOUT = timedelta(seconds=10)
+_TOGETHER_S = 1.0
+"""Within so many seconds, processes that wait for each other run out of time together."""
 _CLOSE = 1
 """A tag that no message has."""
 
@@ -67,6 +63,13 @@ def open_store(host: str, port: int = 0, *, is_server: bool, timeout: timedelta 
     return dist.TCPStore(host, port, **options)  # type: ignore[attr-defined]
 
 
+class Transfer(NamedTuple):
+    """Messages on their way to or from a rank."""
+
+    rank: int
+    works: list[Any]
+
+
 class Connections:
     """One process of a transport, from `connect` to `fail`.
 
@@ -76,9 +79,6 @@ class Connections:
         rank, members: of this process, and the name of each process in errors.
         timeout: for all messages of a batch.
         group: a process group of the same ranks. Default: one of gloo, made here.
-
-    Raises:
-        TransportError: the name was used before.
     """
 
     def __init__(
@@ -90,15 +90,10 @@ class Connections:
         self._store = dist.PrefixStore(name, store.clone())  # type: ignore[attr-defined]
         self._store.set_timeout(_STORE_TIMEOUT)
         self._group, self._is_own_group = group, group is None
-        self._meeting = 1  # the number of the meeting that this process is in, or will be in next
-        self._error: str | None = None  # what ended the transport
+        self._meetings = 0
         self._deadline = 0.0
         # At most some thousand requests a second come to the store, whatever the number of processes.
-        self._poll_s = max(0.01, len(members) / 1000)
-        with self._losing("the store"):
-            times_joined = self._store.add(f"joined/{rank}", 1)
-        if times_joined > 1:
-            raise TransportError(f"MRR602: {self.member} is one too many: this name was used before, take a new one.")
+        self._meeting_poll_s = max(0.01, len(members) / 1000)
 
     def connect(self, terms: Mapping[str, Any], timeout: timedelta) -> None:
         """Wait for all processes and connect to them.
@@ -110,39 +105,45 @@ class Connections:
         Raises:
             TransportError: a process did not come, has different terms, or failed.
         """
-        own = json.dumps(terms)
-        with self._losing("the store"):
-            agreed = self._store.compare_set("terms", "", own).decode()
-        if agreed != own:
-            raise TransportError(f"MRR602: {self.member} has {own}, another process has {agreed}: give all the same.")
+        with self._raising_first_words("the store"):
+            times_joined = self._store.add(f"joined/{self._rank}", 1)
+        if times_joined > 1:
+            raise TransportError(f"MRR602: {self.member} is one too many: this name was used before, take a new one.")
+        with self.failing_all():
+            self._connect(json.dumps(terms), timeout)
+
+    def _connect(self, terms: str, timeout: timedelta) -> None:
+        agreed = self._store.compare_set("terms", "", terms).decode()
+        if agreed != terms:
+            raise TransportError(f"MRR602: {self.member} has {terms}, another process has {agreed}: give all the same.")
         self._meet(timeout, time.monotonic() + timeout.total_seconds())
-        if self._is_own_group:
-            self._group = self._make_group()
+        if self._group is None:
+            try:
+                store = dist.PrefixStore("gloo", self._store)  # type: ignore[attr-defined]
+                self._group = dist.ProcessGroupGloo(store, self._rank, len(self._members), self._timeout)
+            except RuntimeError as error:
+                raise TransportError(
+                    f"MRR602: {self.member} cannot connect: {_first_line(error)}. gloo uses the interface of this host's "
+                    "name, or the one that GLOO_SOCKET_IFNAME names."
+                ) from error
 
-    def _make_group(self) -> Any:
-        try:
-            store = dist.PrefixStore("gloo", self._store)  # type: ignore[attr-defined]
-            return dist.ProcessGroupGloo(store, self._rank, len(self._members), self._timeout)
-        except RuntimeError as error:
-            raise TransportError(
-                f"MRR602: {self.member} cannot connect: {_first_line(error)}. gloo uses the interface of this host's "
-                "name, or the one that GLOO_SOCKET_IFNAME names."
-            ) from error
-
-    def begin(self, header: dict[str, Any] | None, timeout: timedelta) -> dict[str, Any]:
-        """Meet all processes that begin a batch, and return its header; the time for its messages starts.
+    def begin(self, message: Any, timeout: timedelta, num_senders: int) -> list[Any]:
+        """Meet all processes that begin a batch; the time for its messages starts.
 
         Args:
-            header: JSON values; None in all processes but one.
+            message: JSON value of this process for all; None: it has none.
             timeout: for all processes to begin.
+            num_senders: ranks 0..num_senders - 1 have a message.
+
+        Returns:
+            The messages of these ranks.
         """
-        with self._losing("the store"):
-            if header is not None:
-                self._store.set("header", json.dumps(header))
+        with self._raising_first_words("the store"):
+            if message is not None:
+                self._store.set(f"message/{self._rank}", json.dumps(message))
             self._meet(timeout, time.monotonic() + timeout.total_seconds())
             self._deadline = time.monotonic() + self._timeout.total_seconds()
-            agreed: dict[str, Any] = json.loads(self._store.get("header"))
-            return agreed
+            return [json.loads(self._store.get(f"message/{rank}")) for rank in range(num_senders)]
 
     def end(self) -> None:
         """Return when every process has all messages of the batch."""
@@ -150,109 +151,106 @@ class Connections:
 
     def _meet(self, timeout: timedelta, deadline: float) -> None:
         """Return when all processes have called it as often as this one."""
-        outcome = self._outcome(self._meeting)
-        with self._losing("the store"):
+        self._meetings += 1  # the store counts the arrivals of all meetings, so that no key is reset
+        with self._raising_first_words("the store"):
             self._store.add(f"at/{self._rank}", 1)
-            # The store counts the arrivals of all meetings, so that no key is reset.
-            if self._store.add("arrived", 1) == self._meeting * len(self._members):
-                self._store.compare_set(outcome, "", _MET)
-                # All are here, so none reads the outcome of the meeting before the last.
-                self._store.delete_key(self._outcome(self._meeting - 2))
-            while not self._store.check([outcome]):
+            if self._store.add("arrived", 1) == self._meetings * len(self._members):
+                # A process that arrived may have run out of time since. None has left this meeting, so no error is later.
+                self.raise_if_failed()
+                self._store.set(f"met/{self._meetings}", "")
+                self._store.delete_key(f"met/{self._meetings - 1}")  # all have seen it: they are here
+                return
+            while not self._store.check([f"met/{self._meetings}"]):
+                try:
+                    self.raise_if_failed()
+                except TransportError:
+                    # Since that look, the last process may have arrived, and a fast one may have closed the transport.
+                    if self._store.check([f"met/{self._meetings}"]):
+                        return
+                    raise
                 if time.monotonic() > deadline:
-                    late = f"MRR603: {self.member} waited {timeout.total_seconds():g} s for {self._late_members()}."
-                    self._store.compare_set(outcome, "", late)  # unless the last has arrived in this moment
-                else:
-                    time.sleep(self._poll_s)
-            words = self._store.get(outcome).decode()
-        if words != _MET:
-            raise TransportError(words)
-        self._meeting += 1
-
-    def _outcome(self, meeting: int) -> str:
-        return f"outcome/{meeting}"
+                    raise TimeoutError(f"waited {timeout.total_seconds():g} s for {self._late_members()}.")
+                time.sleep(self._meeting_poll_s)
 
     def _late_members(self) -> str:
         # Adding 0 also reads the count of a process that never came.
         counts = [self._store.add(f"at/{rank}", 0) for rank in range(len(self._members))]
-        late = [member for member, count in zip(self._members, counts) if count < self._meeting]
+        late = [member for member, count in zip(self._members, counts) if count < self._meetings]
         more = f" and {len(late) - 1} more" if len(late) > 1 else ""
         return f"{late[0]}{more}" if late else "a process"
 
-    def send(self, message: Tensor, rank: int) -> Finish:
-        """Start to send a contiguous uint8 message. Its memory must not change before it has left."""
-        with self._losing(self._members[rank]):
-            return partial(self._finish, self._group.send([message], rank, 0), rank)
+    def send(self, messages: Sequence[Tensor], rank: int) -> Transfer:
+        """Start to send contiguous uint8 messages. Their memory must not change before `finish`."""
+        with self._raising_first_words(self._members[rank]):
+            return Transfer(rank, [self._group.send([message], rank, 0) for message in messages])
 
-    def receive(self, message: Tensor, rank: int) -> Finish:
-        """Start to receive into a contiguous uint8 tensor of just the size that is sent."""
-        with self._losing(self._members[rank]):
-            return partial(self._finish, self._group.recv([message], rank, 0), rank)
+    def receive(self, messages: Sequence[Tensor], rank: int) -> Transfer:
+        """Start to receive into contiguous uint8 tensors of just the sizes that are sent."""
+        with self._raising_first_words(self._members[rank]):
+            return Transfer(rank, [self._group.recv([message], rank, 0) for message in messages])
 
-    def _finish(self, work: Any, rank: int) -> None:
-        # Processes that wait for each other run out of time together, and each closes its connections: which of them does
-        # not move is not known here.
-        limit = f"{self._timeout.total_seconds():g} s"
-        why = f" (it ended, or it or a process that it waits for did not move a batch within {limit})"
-        with self._losing(self._members[rank] + why):
-            work.wait(timedelta(seconds=max(self._deadline - time.monotonic(), 0.001)))
+    def finish(self, transfer: Transfer) -> None:
+        """Wait until messages have arrived, or have left.
+
+        Raises:
+            TransportError: a process failed or died, or the time for the batch is over.
+        """
+        peer = self._members[transfer.rank]
+        with self._raising_first_words(peer):
+            for work in transfer.works:
+                left = self._deadline - time.monotonic()
+                try:
+                    work.wait(timedelta(seconds=max(left, 0.001)))
+                except RuntimeError as error:
+                    # A wait that runs out of time closes gloo's connections, so a peer's may seem lost a moment before.
+                    if time.monotonic() < self._deadline - _TOGETHER_S:
+                        raise
+                    # Its time ran out together with that of the processes that it waits for: the culprit is not known.
+                    raise TimeoutError(
+                        f"did not move a batch within {self._timeout.total_seconds():g} s: {peer}, or a process that it "
+                        "waits for, does not move."
+                    ) from error
 
     def raise_if_failed(self) -> None:
-        """Raise the error that ended the transport in this process."""
-        if self._error is not None:
-            raise TransportError(self._error)
+        """Raise the first error of the transport."""
+        if self._store.check(["failed"]):
+            raise TransportError(self._store.get("failed").decode())
 
     @contextmanager
     def failing_all(self) -> Iterator[None]:
-        """End the transport in all processes if the body raises; raise the words of the process that failed first.
-
-        An error that is none of the transport, such as one of the caller's own code, is raised as it is.
-        """
+        """Raise errors of the body, and publish them first: the transport ends in all processes."""
+        with self._raising_first_words("the store"):
+            self.raise_if_failed()
         try:
             yield
-        except TransportError as error:
-            words = self.fail(str(error))
-            if words == str(error):
-                raise
-            raise TransportError(words) from error
         except BaseException as error:
-            self.fail(f"MRR603: {self.member}: {type(error).__name__}: {error}")
+            is_ours = isinstance(error, TransportError)
+            self.fail(str(error) if is_ours else f"MRR603: {self.member}: {type(error).__name__}: {error}")
             raise
 
     @contextmanager
-    def _losing(self, peer: str) -> Iterator[None]:
-        """Raise TransportError for an error of the group or of the store."""
+    def _raising_first_words(self, peer: str) -> Iterator[None]:
+        """Raise TransportError for an error of the group or the store, with the words of the process that failed first."""
         try:
             yield
+        except TimeoutError as error:
+            raise TransportError(self.fail(f"MRR603: {self.member} {error}")) from error
         except RuntimeError as error:
-            raise TransportError(f"MRR603: {self.member} lost {peer}: {_first_line(error)}") from error
+            raise TransportError(self.fail(f"MRR603: {self.member} lost {peer}: {_first_line(error)}")) from error
 
     def fail(self, text: str) -> str:
         """End the transport in all processes; returns the words of the process that failed first. Any thread may call it."""
-        if self._error is None:
-            self._error = self._publish(text)
-            self._close_connections()
-        return self._error
-
-    def _publish(self, text: str) -> str:
-        # The others are in the same meeting, or will be; where they have just met, they will be in the next.
-        for meeting in (self._meeting, self._meeting + 1):
-            with suppress(RuntimeError):  # the store may be closed
-                words: str = self._store.compare_set(self._outcome(meeting), "", text).decode()
-                if words != _MET:
-                    return words
+        with suppress(RuntimeError):  # the store may be closed
+            text = self._store.compare_set("failed", "", text).decode()
+        if self._group is not None and self._is_own_group:
+            # gloo (torch 2.13) closes all connections of a process when one wait runs out of time, and in no other way:
+            # its threads in C++ come back then, and peers notice.
+            for rank in range(len(self._members)):
+                if rank != self._rank:
+                    with suppress(RuntimeError):
+                        empty = torch.zeros(1, dtype=torch.uint8)
+                        self._group.recv([empty], rank, _CLOSE).wait(timedelta(milliseconds=1))
         return text
-
-    def _close_connections(self) -> None:
-        if self._group is None or not self._is_own_group:
-            return
-        # gloo (torch 2.13) closes all connections of a process when one wait runs out of time, and in no other way:
-        # its threads in C++ come back then, and peers notice.
-        for rank in range(len(self._members)):
-            if rank != self._rank:
-                with suppress(RuntimeError):
-                    empty = torch.zeros(1, dtype=torch.uint8)
-                    self._group.recv([empty], rank, _CLOSE).wait(timedelta(milliseconds=1))
 
 
 def _first_line(error: BaseException) -> str:

@@ -5,8 +5,9 @@ A plan is computed, never negotiated: the same sample lengths give the same plan
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, product
 from typing import Literal, NamedTuple
 
@@ -31,11 +32,6 @@ class Place(NamedTuple):
     pp_rank: int = 0
     cp_rank: int = 0
     tp_rank: int = 0
-
-    @property
-    def first_copy(self) -> Place:
-        """Return the first rank with the same rows and layers: tensor- and context-parallel ranks are copies."""
-        return self._replace(cp_rank=0, tp_rank=0)
 
     def __str__(self) -> str:
         return f"dp{self.dp_rank}/pp{self.pp_rank}/cp{self.cp_rank}/tp{self.tp_rank}"
@@ -128,7 +124,7 @@ def plan_routes(
     format: TraceFormat,
     partition: Partition = "round_robin",
 ) -> dict[Place, Part]:
-    """Return the rows and layers of each first copy, in the order of their global ranks.
+    """Return which rows and layers each place gets, in the order of their global ranks; copies share one Part.
 
     Args:
         sequence_lengths: tokens of each sample of the batch, in the order of its rows.
@@ -146,58 +142,65 @@ def plan_routes(
             f"MRR606: the layout has MoE layers {missing}, the trace has [{listed(format.layer_numbers)}]: every stage "
             "needs its own."
         )
+    # Rows of the batch count through the samples of all senders.
     bounds = [(end - length, end) for end, length in zip(accumulate(sequence_lengths), sequence_lengths)]
     samples = partition_samples(len(sequence_lengths), dp_size=layout.dp_size, partition=partition)
-    return {
-        place: Part(
+    parts: dict[Place, Part] = {}
+    for place in layout.places():
+        # One object for all copies, so that a caller makes its rows once.
+        first = place._replace(cp_rank=0, tp_rank=0)
+        parts[place] = parts.get(first) or Part(
             runs=tuple(bounds[sample] for sample in samples[place.dp_rank]),
             format=format.select_layers(layout.stage_layers[place.pp_rank]),
         )
-        for place in layout.places()
-        if place == place.first_copy
-    }
+    return parts
 
 
 @dataclass(slots=True)
 class Bucket:
-    """Rows of a place's part from its row `start` on; `runs` as rows of the batch."""
+    """Rows start..stop-1 of a place's part, all of which one sender has: `runs`, as rows of its own.
+
+    It is the `turn`-th bucket from this sender to this place.
+    """
 
     place: Place
-    format: TraceFormat
+    sender: int
+    turn: int
     start: int
-    num_rows: int = 0
-    runs: list[tuple[int, int]] = field(default_factory=list)
-
-    @property
-    def nbytes(self) -> int:
-        return self.num_rows * self.format.row_bytes()
+    stop: int
+    runs: list[tuple[int, int]]
 
 
-def plan_buckets(parts: Mapping[Place, Part], bucket_bytes: int) -> list[Bucket]:
+def plan_buckets(parts: Mapping[Place, Part], sender_ends: Sequence[int], bucket_bytes: int) -> list[Bucket]:
     """Return the buckets of some places in the order in which every process sends or takes those that concern it.
 
     As all follow one order, the first bucket that did not arrive yet is always sent and always expected: no circular
-    wait. Places take turns.
+    wait. Senders and places take turns.
 
     Args:
+        sender_ends: end of the rows of each sender (exclusive), as rows of the batch. A sender has whole samples.
         bucket_bytes: no bucket is larger, unless it is a single row.
     """
     result: list[Bucket] = []
     for place, part in parts.items():
-        most_rows = max(1, bucket_bytes // part.format.row_bytes())
-        bucket = Bucket(place, part.format, start=0)
+        step = max(1, bucket_bytes // part.format.row_bytes())
+        last: dict[int, Bucket] = {}  # of each sender
+        position = 0
         for start, stop in part.runs:
             while start < stop:
-                if bucket.num_rows == most_rows:
+                sender = bisect_right(sender_ends, start)
+                first_row = sender_ends[sender - 1] if sender else 0
+                bucket = last.get(sender)
+                # Neighbouring samples of a sender share a bucket, also where other ranks have the samples between them.
+                if bucket is None or bucket.stop != position or position - bucket.start == step:
+                    bucket = Bucket(place, sender, bucket.turn + 1 if bucket else 0, position, position, [])
+                    last[sender] = bucket
                     result.append(bucket)
-                    bucket = Bucket(place, part.format, bucket.start + most_rows)
-                length = min(stop - start, most_rows - bucket.num_rows)
-                bucket.runs.append((start, start + length))
-                bucket.num_rows += length
-                start += length
-        if bucket.num_rows:
-            result.append(bucket)
-    return sorted(result, key=lambda bucket: bucket.start)
+                length = min(stop - start, step - (position - bucket.start))
+                bucket.runs.append((start - first_row, start - first_row + length))
+                start, position = start + length, position + length
+                bucket.stop = position
+    return sorted(result, key=lambda bucket: (bucket.turn, bucket.sender))
 
 
 def partition_samples(num_samples: int, *, dp_size: int, partition: Partition) -> tuple[tuple[int, ...], ...]:

@@ -97,15 +97,12 @@ def put_parts(
     with times.measure("send"):
         source = TraceRows([traces] if isinstance(traces, RoutingTrace) else traces)
         plan = plan_routes(source.sequence_lengths, layout=layout, format=source.format, partition=partition)
-        buffers = {}
-        for place, part in plan.items():
-            flat = np.empty(part.nbytes, np.uint8)
-            source.fill(
-                part.runs,
-                part.format.layer_numbers,
-                views_of_bytes(torch.from_numpy(flat), part.format, part.num_rows),
-            )
-            buffers[place] = ray.put(flat)  # Ray stores a numpy array as one buffer, outside of its pickle
+        buffers: dict[int, Any] = {}
+        for part in plan.values():
+            if id(part) not in buffers:  # the ranks of a tensor- or context-parallel group share a part
+                flat = np.empty(part.nbytes, np.uint8)
+                memory = views_of_bytes(torch.from_numpy(flat), part.format, part.num_rows)
+                source.fill(part.runs, part.format.layer_numbers, memory)
+                buffers[id(part)] = ray.put(flat)  # Ray stores a numpy array as one buffer, outside of its pickle
     unreported = times.take()
-    refs = {place: TraceRef(buffer=[buffers[place]], part=part, times=unreported) for place, part in plan.items()}
-    return {place: refs[place.first_copy] for place in layout.places()}
+    return {place: TraceRef(buffer=[buffers[id(part)]], part=part, times=unreported) for place, part in plan.items()}

@@ -25,7 +25,7 @@ class Case:
     num_traces: int = 1
 
     def traces(self, step: int) -> list[RoutingTrace]:
-        """The batch as `num_traces` traces; token_ids number its rows."""
+        """The batch as `num_traces` rollout processes have it; token_ids number the rows of the batch."""
         generator, row = torch.Generator().manual_seed(step), 1000 * step
         traces = []
         for lengths in (self.lengths[i :: self.num_traces] for i in range(self.num_traces)):
@@ -64,15 +64,19 @@ class Case:
 
 _ALL = ((2, 3, 5, 6),)
 CASES = {
-    "dp3, three traces": Case(layout=ParallelLayout(stage_layers=_ALL, dp_size=3), num_traces=3),
+    "dp3, three workers": Case(layout=ParallelLayout(stage_layers=_ALL, dp_size=3), num_traces=3),
     "dp4, no optional values": Case(layout=ParallelLayout(stage_layers=_ALL, dp_size=4), optional=False),
-    "dp3, an order of their own": Case(
-        layout=ParallelLayout(stage_layers=_ALL, dp_size=3), partition=((6, 0, 2), (), (5, 3)), num_traces=2
-    ),
-    "pp3, one stage virtual, one dense": Case(
-        layout=ParallelLayout(stage_layers=((2, 5), (), (3, 6))), num_experts=300
-    ),
+    "dp2, one without samples": Case(layout=ParallelLayout(stage_layers=_ALL, dp_size=2), partition=((), (4,))),
+    "pp2, 300 experts": Case(layout=ParallelLayout(stage_layers=((2,), (3, 5, 6))), num_experts=300),
+    "pp2, virtual stages": Case(layout=ParallelLayout(stage_layers=((2, 5), (3, 6)))),
+    "pp3, a stage without MoE layers": Case(layout=ParallelLayout(stage_layers=((), (2, 3), (5, 6)))),
+    "tp4": Case(layout=ParallelLayout(stage_layers=_ALL, tp_size=4), num_experts=300),
+    "tp2 pp2": Case(layout=ParallelLayout(stage_layers=((2, 3), (5, 6)), tp_size=2)),
+    "dp2 pp2": Case(layout=ParallelLayout(stage_layers=((2, 3), (5, 6)), dp_size=2), num_traces=2),
     "cp2 tp2 pp2": Case(layout=ParallelLayout(stage_layers=((2,), (3, 5, 6)), cp_size=2, tp_size=2), num_traces=2),
+    "dp2, an order of their own": Case(
+        layout=ParallelLayout(stage_layers=_ALL, dp_size=2), partition=((6, 0, 2), (5, 3)), num_traces=2
+    ),
 }
 STEPS = 2
 

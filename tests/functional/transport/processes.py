@@ -129,11 +129,13 @@ def receive(
     *,
     steps: int = 1,
     at_second_bucket: Callable[[], None] | None = None,
+    before: Callable[[], Any] = nothing,
     after: Callable[[], Any] = nothing,
     **options: Any,
 ) -> list[int]:
     """Be a training rank: receive batches and return a check sum of each, unless something is done to it."""
     with join(port, layout, place=layout.place_of(rank), **options) as group:
+        before()
         if at_second_bucket is None:
             sums = [check_sum(group.receive().topk_indices) for _ in range(steps)]
             after()
@@ -157,7 +159,7 @@ class FailingRows(TraceRows):
 
 def send(port: int, layout: ParallelLayout = ONE, *, action: Callable[[], None] = nothing, **options: Any) -> None:
     """Be a rollout process: send a batch, and do something in the middle of it."""
-    with join(port, layout, **options) as group:
+    with join(port, layout, **{"sender": 0} | options) as group:
         group.send(FailingRows(action))
 
 

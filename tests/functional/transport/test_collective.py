@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_router_replay import RoutingTrace
-from megatron_router_replay.transport import ParallelLayout, Place, RouteGroup, TransportTimes, open_store
+from megatron_router_replay.transport import ParallelLayout, Place, TransportTimes, open_store
 from megatron_router_replay.transport.gather import TraceRows
 from tests.functional.transport.conformance import CASES, STEPS, Case, check_delivery, tensors_of
-from tests.functional.transport.processes import check_sum, in_threads, join, make_trace
+from tests.functional.transport.processes import check_sum, in_threads, join, make_trace, receive
 
 
 def deliver(
@@ -27,16 +27,16 @@ def deliver(
     store = open_store("127.0.0.1", is_server=True)
     places = case.layout.places()
 
-    def join_as(place: Place | None) -> RouteGroup:
-        options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "place": place}
+    def join_as(rank: int, **member: Any) -> Any:
+        options = {"num_senders": case.num_traces, "bucket_bytes": bucket_bytes} | member
         if make_group:
-            mine, rank = dist.PrefixStore("mine", store.clone()), [None, *places].index(place)
-            options["group"] = dist.ProcessGroupGloo(mine, rank, 1 + len(places), timedelta(minutes=1))
+            mine, size = dist.PrefixStore("mine", store.clone()), case.num_traces + len(places)
+            options["group"] = dist.ProcessGroupGloo(mine, rank, size, timedelta(minutes=1))
         return join(store.port, case.layout, **options)
 
-    def train(place: Place) -> list[dict[str, Tensor]]:
+    def train(rank: int) -> list[dict[str, Tensor]]:
         received = []
-        with join_as(place) as group:
+        with join_as(case.num_traces + rank, place=places[rank]) as group:
             for _ in range(STEPS):
                 if not in_buckets:
                     received.append(tensors_of(group.receive()))
@@ -47,12 +47,13 @@ def deliver(
                 received.append({name: torch.cat([part[name] for part in ordered]) for name in ordered[0]})
         return received
 
-    def roll_out() -> None:
-        with join_as(None) as group:
+    def roll_out(number: int) -> None:
+        with join_as(number, sender=number) as group:
             for step in range(STEPS):
-                group.send(case.traces(step), partition=case.partition)
+                group.send([case.traces(step)[number]], partition=case.partition)
 
-    _, *received = in_threads(roll_out, *(partial(train, place) for place in places))
+    ranks = [partial(train, rank) for rank in range(len(places))]
+    received = in_threads(*ranks, *(partial(roll_out, number) for number in range(case.num_traces)))[: len(ranks)]
     deadline = time.monotonic() + 20
     while any(thread.name.startswith("routes") for thread in threading.enumerate()):
         assert time.monotonic() < deadline, "closing leaves no thread"
@@ -69,17 +70,18 @@ def test_every_rank_gets_its_slice(name: str) -> None:
     ("name", "options"),
     [
         ("cp2 tp2 pp2", {"in_buckets": True}),
+        ("dp3, three workers", {"in_buckets": True}),
+        ("dp2 pp2", {"bucket_bytes": 1}),  # smaller than a row
+        ("dp2 pp2", {"bucket_bytes": 1 << 20}),  # larger than all
         ("cp2 tp2 pp2", {"make_group": True}),
-        ("dp3, three traces", {"bucket_bytes": 1}),  # smaller than a row
-        ("dp3, three traces", {"bucket_bytes": 1 << 20}),  # larger than all
     ],
 )
 def test_buckets_of_any_size_and_a_group_of_the_caller_give_the_same(name: str, options: dict[str, Any]) -> None:
     check_delivery(partial(deliver, **options), CASES[name])
 
 
-def test_a_batch_takes_four_buckets_of_a_sender_and_two_of_a_slow_consumer(port: int) -> None:
-    staged, window, rows = set(), set(), []
+def test_a_sender_stages_four_buckets_whatever_the_payload(port: int) -> None:
+    staged: set[tuple[int, int]] = set()
 
     class Watched(TraceRows):
         def fill(self, runs: Any, layer_numbers: Any, memory: Any) -> None:
@@ -87,24 +89,39 @@ def test_a_batch_takes_four_buckets_of_a_sender_and_two_of_a_slow_consumer(port:
             staged.add((storage.data_ptr(), storage.nbytes()))
             super().fill(runs, layer_numbers, memory)
 
+    layout = ParallelLayout(stage_layers=((1, 2), (3, 4)), dp_size=3)
+    small = {"bucket_bytes": 100_000}
+
+    def roll_out() -> None:
+        with join(port, layout, sender=0, **small) as group:
+            group.send(Watched([make_trace()]))
+
+    in_threads(roll_out, *(partial(receive, port, layout, rank, **small) for rank in range(6)))
+    assert len(staged) == 4
+    assert {size for _, size in staged} == {100_000}
+
+
+def test_a_slow_consumer_gets_every_row_through_two_buckets_of_memory(port: int) -> None:
+    rows, memory = [], []
+
     def consume(start: int, trace: RoutingTrace) -> None:
         time.sleep(0.1)
         rows.append(trace.topk_indices.clone())
-        window.add((trace.topk_indices.untyped_storage().data_ptr(), trace.num_tokens))
+        memory.append(trace.topk_indices.untyped_storage())
 
     def train() -> None:
         with join(port, place=Place()) as group:
             group.stream(consume)
 
     def roll_out() -> None:
-        with join(port) as group:
-            group.send(Watched([make_trace()]))
+        with join(port, sender=0) as group:
+            group.send(make_trace())
 
     in_threads(train, roll_out)
     assert torch.equal(torch.cat(rows), make_trace().topk_indices)
-    assert len(rows) == 13  # 400,000 rows of 33 bytes, 31,775 in a bucket of 1 << 20
-    assert [size for _, size in staged] == [1 << 20] * 4
-    assert len({address for address, _ in window}) == 2
+    assert len(memory) == 13  # 400,000 rows of 33 bytes, 31,775 in a bucket; 32 of the bytes are ids
+    assert len({each.data_ptr() for each in memory}) == 2
+    assert {each.nbytes() for each in memory} == {31_775 * 32}
 
 
 def test_send_returns_at_once_the_next_one_waits_and_seconds_reach_training(port: int) -> None:
@@ -122,7 +139,7 @@ def test_send_returns_at_once_the_next_one_waits_and_seconds_reach_training(port
 
     def roll_out() -> list[bool]:
         seen, times = [], TransportTimes("rollout")
-        with join(port, times=times) as group:
+        with join(port, sender=0, times=times) as group:
             with times.measure("decode"):
                 time.sleep(0.5)
             for trace in traces:
@@ -139,14 +156,16 @@ def test_send_returns_at_once_the_next_one_waits_and_seconds_reach_training(port
     assert metrics["rollout_wait_s"] > 0.5, "it comes with the next batch"
 
 
-def test_places_are_megatrons() -> None:
+@pytest.mark.parametrize("sizes", [(2, 1, 2, 2), (2, 2, 2, 3), (1, 4, 1, 2)])
+def test_places_are_megatrons(sizes: tuple[int, int, int, int]) -> None:
     pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
     from megatron.core.parallel_state import RankGenerator
 
-    generator = RankGenerator(tp=2, cp=3, ep=1, dp=4, pp=5, order="tp-cp-ep-dp-pp")
+    tp, cp, dp, pp = sizes
+    generator = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order="tp-cp-ep-dp-pp")
     groups = [generator.get_ranks(name) for name in ("dp", "pp", "cp", "tp")]
-    stages = ((1,), (2,), (3,), (4,), (5,))
-    layout = ParallelLayout(stage_layers=stages, tp_size=2, cp_size=3, dp_size=4)
+    stages = tuple((number,) for number in range(1, pp + 1))
+    layout = ParallelLayout(stage_layers=stages, dp_size=dp, cp_size=cp, tp_size=tp)
     assert len(layout.places()) == generator.world_size
     for rank in range(generator.world_size):
         place = tuple(next(group.index(rank) for group in of_kind if rank in group) for of_kind in groups)

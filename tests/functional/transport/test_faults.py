@@ -18,13 +18,11 @@ from typing import Any
 
 import pytest
 
-from megatron_router_replay.errors import RouterReplayError
 from megatron_router_replay.transport import ParallelLayout, Place, RouteGroup, TransportError, open_store
 from tests.functional.transport.processes import (
     LAYERS,
     ONE,
     Child,
-    FailingRows,
     attempts,
     children,
     die,
@@ -47,14 +45,16 @@ DP2 = ParallelLayout(stage_layers=(LAYERS,), dp_size=2)
 TP2_DP2 = ParallelLayout(stage_layers=(LAYERS,), tp_size=2, dp_size=2)
 ERROR = "TransportError: MRR603:"
 THE_RANK = f"training rank {Place()}"
-SENDER = "the rollout process"
-CLOSED = f"{SENDER} closed the transport."
+CLOSED = "rollout process 0 closed the transport."
+
+
+MEMBERS = ("rollout process 0", THE_RANK, f"training rank {Place(tp_rank=1)}")
 
 
 @pytest.mark.parametrize(
     ("doomed", "end"),
-    [(0, stop), (1, die), (2, stop)],
-    ids=["the sender stops", "a rank that passes on dies", "the last of a chain stops"],
+    [(0, stop), (1, die), (1, stop), (2, die)],
+    ids=["the sender stops", "a rank that passes on dies", "a rank that passes on stops", "the last of a chain dies"],
 )
 def test_a_process_killed_or_stopped_in_a_batch_ends_all_within_the_timeout(
     port: int, doomed: int, end: Callable[[], None]
@@ -70,10 +70,9 @@ def test_a_process_killed_or_stopped_in_a_batch_ends_all_within_the_timeout(
         assert time.monotonic() - began < SLACK_S + 2 * TIMEOUT_S
     assert len(set(results)) == 1, "the same words everywhere"
     assert results[0].startswith(ERROR)
-    if end is die:
-        assert f"lost {THE_RANK} (it ended, or " in results[0]
-    else:  # processes that wait for a stopped one, and those that wait for them, run out of time together
-        assert re.search(f"(did not move a batch within|waited) {TIMEOUT_S} s", results[0])
+    # Processes that wait for a stopped one, and those that wait for them, run out of time together.
+    words = f"lost {MEMBERS[doomed]}: " if end is die else f"(did not move a batch within|waited) {TIMEOUT_S} s"
+    assert re.search(words, results[0])
 
 
 def test_a_rank_that_dies_between_batches_is_named_within_the_ready_timeout(port: int) -> None:
@@ -81,7 +80,7 @@ def test_a_rank_that_dies_between_batches_is_named_within_the_ready_timeout(port
     ranks = [Child(receive, port, DP2, 0, steps=2, **limits), Child(receive, port, DP2, 1, after=die, **limits)]
 
     def send_two() -> None:
-        with join(port, DP2, **limits) as group:
+        with join(port, DP2, sender=0, **limits) as group:
             send_small(group)
             ranks[1].process.join(30)
             assert ranks[1].process.exitcode == -signal.SIGKILL
@@ -93,33 +92,10 @@ def test_a_rank_that_dies_between_batches_is_named_within_the_ready_timeout(port
         assert ranks[0].result(SLACK_S).endswith(text)
 
 
-@pytest.mark.parametrize("moment", ["between batches", "in a batch"])
-def test_a_signal_reaches_a_process_that_waits(port: int, moment: str) -> None:
-    """Ctrl-C is not held up by a wait in C++, which would end with its time-out of two minutes alone."""
-    signalled = threading.Event()
-    rank = Child(receive, port)
-
-    def interrupt() -> None:
-        time.sleep(1)  # the rank waits by now
-        os.kill(rank.process.pid or 0, signal.SIGINT)
-        assert rank.result(SLACK_S) == "KeyboardInterrupt: "
-        signalled.set()
-
-    def send_and_interrupt() -> None:
-        with join(port) as group:
-            if moment == "between batches":
-                interrupt()
-            group.send(FailingRows(interrupt))
-
-    with children(rank):
-        assert attempts(send_and_interrupt) == [f"{ERROR} {THE_RANK}: KeyboardInterrupt: "]
-    assert signalled.is_set()
-
-
 def serve_and_die(port: int) -> None:
     """Be the rollout process that serves the store, and die while the ranks wait."""
     store = open_store("127.0.0.1", port, is_server=True)
-    with join(store.port, **LIMITS):
+    with join(store.port, sender=0, **LIMITS):
         time.sleep(2)
         die()
 
@@ -134,7 +110,7 @@ def test_the_process_that_serves_the_store_may_be_the_one_that_is_killed() -> No
 
 @pytest.mark.parametrize(
     ("failing", "member"),
-    [(0, SENDER), (3, "training rank dp1/pp0/cp0/tp0")],
+    [(0, "rollout process 0"), (3, "training rank dp1/pp0/cp0/tp0")],
     ids=["of a source", "of a consumer"],
 )
 def test_an_error_stays_what_it_is_and_is_raised_by_all(port: int, failing: int, member: str) -> None:
@@ -146,23 +122,24 @@ def test_an_error_stays_what_it_is_and_is_raised_by_all(port: int, failing: int,
     assert results == [f"{ERROR} {member}: ValueError: no room for these rows"] * 4
 
 
-def test_a_transport_that_ended_stays_ended(port: int) -> None:
+def test_a_second_attempt_after_a_failure_raises_the_words_of_the_first(port: int) -> None:
     def twice(act: Callable[[RouteGroup], Any], **member: Any) -> list[Any]:
         group = join(port, **member)
         return attempts(partial(act, group)) + attempts(partial(act, group))
 
     sender, rank = in_threads(
-        partial(twice, send_small),
+        partial(twice, send_small, sender=0),
         partial(twice, lambda group: group.stream(lambda start, trace: refuse()), place=Place()),
     )
     words = f"{ERROR} {THE_RANK}: ValueError: no room for these rows"
-    assert (sender, rank) == ([words, words], ["ValueError: no room for these rows", words])
+    assert sender == [words, words]
+    assert rank == ["ValueError: no room for these rows", words]
 
 
 @pytest.mark.parametrize(
     ("error", "raised", "elsewhere"),
     [
-        (RuntimeError("gone"), "RuntimeError: gone", f"{SENDER}: RuntimeError: gone"),
+        (RuntimeError("gone"), "RuntimeError: gone", "rollout process 0: RuntimeError: gone"),
         (None, f"{ERROR} {CLOSED}", CLOSED),  # it sends no more, either
     ],
     ids=["raises", "closes"],
@@ -171,7 +148,7 @@ def test_a_sender_that_leaves_ends_the_wait_of_a_rank_with_its_words(
     port: int, error: Exception | None, raised: str, elsewhere: str
 ) -> None:
     def send_and_leave() -> None:
-        with join(port) as group:
+        with join(port, sender=0) as group:
             send_small(group)
             if error is not None:
                 raise error
@@ -183,11 +160,18 @@ def test_a_sender_that_leaves_ends_the_wait_of_a_rank_with_its_words(
 def test_a_process_that_closes_at_once_ends_no_batch_that_has_arrived(port: int) -> None:
     def receive_slowly() -> int:
         with join(port, place=Place()) as group:
-            group._connections._poll_s = 0.5  # as on a busy machine: the sender leaves in this time
+            connections: Any = group._connections
+            look = connections.raise_if_failed
+
+            def look_slowly() -> None:
+                time.sleep(0.5)  # as on a busy machine: the sender leaves in this time
+                look()
+
+            connections.raise_if_failed = look_slowly
             return group.receive().num_tokens
 
     def send_late() -> None:
-        with join(port) as group:
+        with join(port, sender=0) as group:
             time.sleep(1)
             group.send(make_trace(400))
 
@@ -199,10 +183,31 @@ def test_processes_that_disagree_all_raise(port: int) -> None:
     for text in attempts(partial(send, port, DP2), partial(receive, port, DP2), partial(receive, port, different, 1)):
         assert re.match(r'TransportError: MRR602: .*"stage_layers": \[\[1, 2, 3, [45]\]\].*another process has', text)
 
+    two = {"num_senders": 2, "name": "again"}
 
-def test_a_process_that_never_comes_is_named(port: int) -> None:
-    with pytest.raises(TransportError, match=f"MRR603: {SENDER} waited 2 s for {THE_RANK}."):
-        join(port, ready_timeout=timedelta(seconds=2))
+    def send_as(sender: int, num_experts: int) -> None:
+        with join(port, sender=sender, **two) as group:
+            group.send(make_trace(4, num_experts=num_experts))
+
+    results = attempts(partial(send_as, 0, 300), partial(send_as, 1, 128), partial(receive, port, **two))
+    assert all("rollout process 1 sends format={'layer_numbers'" in text for text in results), results
+
+
+def test_a_process_that_never_comes_or_does_not_ask_any_more_is_named(port: int) -> None:
+    with pytest.raises(TransportError, match=f"MRR603: rollout process 0 waited 2 s for {THE_RANK}."):
+        join(port, sender=0, name="alone", ready_timeout=timedelta(seconds=2))
+    over = threading.Event()
+
+    def send_alone() -> None:
+        group = join(port, sender=0)
+        group._ready_timeout = timedelta(seconds=2)  # from here on: a busy machine has time to begin
+        try:
+            send_small(group)
+        finally:
+            over.set()
+
+    sender, rank = attempts(send_alone, partial(receive, port, before=over.wait))
+    assert sender == rank == f"{ERROR} rollout process 0 waited 2 s for {THE_RANK}."
 
 
 def test_a_consumer_that_hangs_with_the_whole_batch_ends_all_within_timeout(port: int) -> None:
@@ -211,7 +216,7 @@ def test_a_consumer_that_hangs_with_the_whole_batch_ends_all_within_timeout(port
 
     def send_a_bucket() -> None:
         try:
-            send_small(join(port, **limits))
+            send_small(join(port, sender=0, **limits))
         finally:
             over.set()
 
@@ -219,14 +224,14 @@ def test_a_consumer_that_hangs_with_the_whole_batch_ends_all_within_timeout(port
         join(port, place=Place(), **limits).stream(lambda start, trace: over.wait(100))
 
     began = time.monotonic()
-    assert attempts(send_a_bucket, hang) == [f"{ERROR} {SENDER} waited 4 s for {THE_RANK}."] * 2
+    assert attempts(send_a_bucket, hang) == [f"{ERROR} rollout process 0 waited 4 s for {THE_RANK}."] * 2
     assert time.monotonic() - began < SLACK_S
 
 
 def test_a_name_is_used_once(port: int) -> None:
     in_threads(partial(send, port), partial(receive, port))
-    with pytest.raises(TransportError, match="MRR602: the rollout process is one too many: this name was used before"):
-        join(port)
+    with pytest.raises(TransportError, match="MRR602: rollout process 0 is one too many: this name was used before"):
+        join(port, sender=0)
 
 
 def listening_addresses() -> set[str]:
@@ -248,23 +253,26 @@ def test_a_store_listens_on_the_address_that_is_given_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options",
     [
-        ({"place": Place(dp_rank=1)}, r"MRR601: there is no place="),
-        ({"bucket_bytes": 0}, "bucket_bytes=0 is not above 0"),
-        ({"num_senders": 2}, r"RouteGroup\(num_senders=...\) is gone in 0.3: each rollout process has a RouteGroup"),
+        {},
+        {"sender": 0, "place": Place()},
+        {"sender": 1},
+        {"place": Place(dp_rank=1)},
+        {"sender": 0, "bucket_bytes": 0},
+        {"sender": 0, "host": "x"},
     ],
 )
-def test_options_that_make_no_member_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(RouterReplayError, match=message):
+def test_options_that_make_no_member_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(TransportError, match=r"MRR601: .*(sender|host= is gone in 0.3)"):
         RouteGroup(None, ONE, **options)
 
 
-def test_the_rollout_process_does_not_receive_and_a_rank_does_not_send(port: int) -> None:
-    sender, rank = in_threads(partial(join, port), partial(join, port, place=Place()))
-    with pytest.raises(TransportError, match="MRR601: the rollout process sends: it does not receive"):
+def test_a_sender_does_not_receive_and_a_rank_does_not_send(port: int) -> None:
+    sender, rank = in_threads(partial(join, port, sender=0), partial(join, port, place=Place()))
+    with pytest.raises(TransportError, match="MRR601: rollout process 0 sends: it does not receive"):
         sender.receive()
-    with pytest.raises(TransportError, match="MRR601: the rollout process sends"):
+    with pytest.raises(TransportError, match="MRR601: rollout process 0 sends"):
         rank.send(make_trace(4))
 
 
@@ -279,7 +287,7 @@ class SlowToGo:
 
 sys.slow_to_go = SlowToGo()
 port = (store := open_store("127.0.0.1", is_server=True)).port
-sender, receiver = in_threads(lambda: join(port), lambda: join(port, place=Place()))
+sender, receiver = in_threads(lambda: join(port, sender=0), lambda: join(port, place=Place()))
 sender.send(make_trace(400))
 print(len(receiver.receive()))
 sender.join()

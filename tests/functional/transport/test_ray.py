@@ -27,8 +27,11 @@ class Rank:
         times = TransportTimes("training")
         trace = ref.get(timedelta(seconds=30), times=times)
         assert not (trace.num_tokens and trace.replay_mask.numpy().flags.owndata), "it looks into the object store"
-        assert times.metrics("")["rollout_decode_s"] == 0.25, "the rollout side's seconds reach training"
+        self.seen = times.metrics("")["rollout_decode_s"], trace.layer_numbers, len(trace.sequence_lengths or ())
         return tensors_of(trace)
+
+    def facts(self) -> Any:
+        return self.seen
 
 
 class Worker:
@@ -66,6 +69,11 @@ def deliver(actors: dict[str, list[Any]], case: Case) -> list[list[dict[str, tor
 @pytest.mark.parametrize("name", CASES)
 def test_every_rank_gets_its_slice(actors: dict[str, list[Any]], name: str) -> None:
     check_delivery(lambda case: deliver(actors, case), CASES[name])
+
+
+def test_the_time_that_workers_spent_decoding_reaches_the_training_side(actors: dict[str, list[Any]]) -> None:
+    deliver(actors, CASES["dp3, three workers"])
+    assert ray.get(actors["ranks"][1].facts.remote()) == (0.25, (2, 3, 5, 6), 2)
 
 
 def test_memory_is_free_again_when_the_trace_is_gone(actors: dict[str, list[Any]]) -> None:

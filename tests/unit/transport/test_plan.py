@@ -1,4 +1,4 @@
-"""Rows, layers and bytes of each place, and its buckets."""
+"""Rows, layers and bytes of each place."""
 
 from __future__ import annotations
 
@@ -16,11 +16,18 @@ FORMAT = TraceFormat(layer_numbers=(2, 3, 5), topk=8, num_experts=128)
 
 
 @pytest.mark.parametrize(
-    "partition", ["by_length", [[0], [0]], [[0], [3]], [[-1], [0]], [[0, 1, 2]], [[0], [1], [2]]], ids=str
+    ("partition", "message"),
+    [
+        ("by_length", "must be 'round_robin'"),
+        ([[0], [0]], "each of 0..2 at most once"),
+        ([[0], [3]], "each of 0..2 at most once"),
+        ([[-1], [0]], "each of 0..2 at most once"),
+        ([[0, 1, 2]], "give each of dp_size=2 ranks its own samples"),
+    ],
 )
-def test_a_partition_that_does_not_fit_is_refused(partition) -> None:
+def test_a_partition_that_does_not_fit_is_refused(partition, message) -> None:
     layout = ParallelLayout(stage_layers=((2,),), dp_size=2)
-    with pytest.raises(TransportError, match="MRR601: partition="):
+    with pytest.raises(TransportError, match=f"MRR601: .*{message}"):
         plan_routes((1, 2, 3), layout=layout, format=FORMAT, partition=partition)
 
 
@@ -35,14 +42,9 @@ def test_a_partition_that_does_not_fit_is_refused(partition) -> None:
 def test_a_layout_that_no_job_has_is_refused(options, message) -> None:
     with pytest.raises(TransportError, match=message):
         ParallelLayout(**{"stage_layers": ((1,),)} | options)
-
-
-def test_a_rank_outside_of_the_layout_is_refused() -> None:
-    layout = ParallelLayout(stage_layers=((1,), ()))
-    assert [layout.place_of(rank) for rank in (0, 1)] == layout.places() == [Place(), Place(pp_rank=1)]
     for rank in (2, -1):
         with pytest.raises(TransportError, match=f"rank {rank} is not in a layout of 2 ranks"):
-            layout.place_of(rank)
+            ParallelLayout(stage_layers=((1,), ())).place_of(rank)
 
 
 @pytest.mark.parametrize(
@@ -60,14 +62,13 @@ def test_a_batch_that_does_not_fit_its_layout_is_refused(lengths, stage, message
 def test_a_place_gets_its_samples_in_its_stages_layers_and_copies_share_a_part() -> None:
     layout = ParallelLayout(stage_layers=((5, 2), (3,)), dp_size=2, cp_size=2, tp_size=2)
     plan = plan_routes((10, 20, 30), layout=layout, format=FORMAT)
-    assert list(plan) == [Place(0, 0), Place(1, 0), Place(0, 1), Place(1, 1)]
+    assert list(plan) == layout.places()
     # dp0 has samples 0 and 2: 40 rows of 2 or 1 layers x 8 ids and a byte of mask. Layers are sorted, as in a trace.
     first, second, other = plan[Place()], plan[Place(0, 1)], plan[Place(1, 0)]
     assert (first.runs, first.format.layer_numbers, first.nbytes) == (((0, 10), (30, 60)), (2, 5), 40 * (2 * 8 + 1))
     assert (second.runs, second.format.layer_numbers, second.nbytes) == (first.runs, (3,), 40 * (1 * 8 + 1))
     assert (other.runs, other.sequence_lengths) == (((10, 30),), (20,))
-    assert all(plan[Place(1, 0, cp, tp).first_copy] is other for cp in range(2) for tp in range(2))
-    assert layout.num_copies == 4
+    assert all(plan[Place(0, 0, cp, tp)] is first for cp in range(2) for tp in range(2))
 
 
 def part_of(lengths: tuple[int, ...], samples: list[int]) -> Part:
@@ -75,44 +76,60 @@ def part_of(lengths: tuple[int, ...], samples: list[int]) -> Part:
     return plan[Place()]
 
 
+def buckets_of(part: Part, sender_ends: list[int], bucket_bytes: int) -> list[tuple[int, int, int, list]]:
+    buckets = plan_buckets({Place(): part}, sender_ends, bucket_bytes)
+    return [(bucket.sender, bucket.start, bucket.stop, bucket.runs) for bucket in buckets]
+
+
 @pytest.mark.parametrize(
     ("samples", "bucket_bytes", "buckets"),
     [
-        # 9 bytes a row; samples of rows 0..3, 4..5 and 6..10.
-        ([0, 1, 2], 45, [(0, [(0, 4), (4, 5)]), (5, [(5, 6), (6, 10)]), (10, [(10, 11)])]),
-        ([1, 2, 0], 1000, [(0, [(4, 6), (6, 11), (0, 4)])]),
-        # Two rows and not three; a row is never divided.
-        ([1, 0], 26, [(0, [(4, 6)]), (2, [(0, 2)]), (4, [(2, 4)])]),
-        ([1], 8, [(0, [(4, 5)]), (1, [(5, 6)])]),
-        ([], 1000, []),
+        # 9 bytes a row; sender 0 has samples 0 and 1 (rows 0..5), sender 1 sample 2 (rows 6..10, its own 0..4).
+        ([0, 1, 2], 45, [(0, 0, 5, [(0, 4), (4, 5)]), (1, 6, 11, [(0, 5)]), (0, 5, 6, [(5, 6)])]),
+        ([0, 1, 2], 1000, [(0, 0, 6, [(0, 4), (4, 6)]), (1, 6, 11, [(0, 5)])]),
+        ([1, 2, 0], 1000, [(0, 0, 2, [(4, 6)]), (1, 2, 7, [(0, 5)]), (0, 7, 11, [(0, 4)])]),
     ],
 )
-def test_a_bucket_crosses_samples_and_is_filled(samples, bucket_bytes, buckets) -> None:
-    found = plan_buckets({Place(): part_of((4, 2, 5), samples)}, bucket_bytes)
-    assert [(bucket.start, bucket.runs) for bucket in found] == buckets
+def test_a_bucket_crosses_samples_but_not_senders(samples, bucket_bytes, buckets) -> None:
+    assert buckets_of(part_of((4, 2, 5), samples), [6, 11], bucket_bytes) == buckets
 
 
-def test_places_take_turns() -> None:
-    # Two stages of 9 bytes a row, a row a bucket.
-    plan = plan_routes((3,), layout=ParallelLayout(stage_layers=((2,), (3,))), format=FORMAT)
-    order = [(bucket.start, bucket.place.pp_rank) for bucket in plan_buckets(plan, 9)]
-    assert order == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+def test_a_bucket_is_filled_to_its_last_byte_and_a_row_never_divided() -> None:
+    part = part_of((5,), [0])
+    assert [bucket[:3] for bucket in buckets_of(part, [5], 18)] == [(0, 0, 2), (0, 2, 4), (0, 4, 5)]
+    for less_than_two_rows in (17, 1):
+        assert [stop - start for _, start, stop, _ in buckets_of(part, [5], less_than_two_rows)] == [1] * 5
+    assert buckets_of(part_of((0, 0), [0, 1]), [0], 100) == []
+
+
+def test_senders_and_places_take_turns() -> None:
+    # Two stages of 9 bytes a row, two senders of three and two rows, a row a bucket.
+    plan = plan_routes((3, 2), layout=ParallelLayout(stage_layers=((2,), (3,))), format=FORMAT, partition=[[0, 1]])
+    order = [(bucket.sender, bucket.place.pp_rank, bucket.start) for bucket in plan_buckets(plan, [3, 5], 9)]
+    first, second = [(0, 0, 0), (0, 1, 0), (1, 0, 3), (1, 1, 3)], [(0, 0, 1), (0, 1, 1), (1, 0, 4), (1, 1, 4)]
+    assert order == [*first, *second, (0, 0, 2), (0, 1, 2)]
 
 
 @given(
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=12),
     order=st.randoms(use_true_random=False),
+    senders=st.integers(1, 4),
     bucket_bytes=st.integers(1, 60),
 )
-def test_buckets_are_the_rows_of_a_part_in_order(lengths, order, bucket_bytes) -> None:
+def test_buckets_cover_all_rows_once_and_respect_their_size(lengths, order, senders, bucket_bytes) -> None:
     samples = list(range(len(lengths)))
     order.shuffle(samples)
+    part = part_of(tuple(lengths), samples)
     starts = [0, *accumulate(lengths)]
     rows = [row for sample in samples for row in range(starts[sample], starts[sample + 1])]
-    came: list[int] = []
-    for bucket in plan_buckets({Place(): part_of(tuple(lengths), samples)}, bucket_bytes):
-        assert bucket.start == len(came)
-        own = [row for begin, end in bucket.runs for row in range(begin, end)]
-        assert 0 < len(own) * 9 == bucket.nbytes <= max(bucket_bytes, 9)
-        came += own
-    assert came == rows
+    ends = [starts[len(lengths) * (number + 1) // senders] for number in range(senders)]
+    came: dict[int, int] = {}
+    for sender, start, stop, runs in buckets_of(part, ends, bucket_bytes):
+        assert 0 < (stop - start) * 9 <= max(bucket_bytes, 9)
+        first = ends[sender - 1] if sender else 0
+        of_batch = [first + row for begin, end in runs for row in range(begin, end)]
+        assert all(first <= row < ends[sender] for row in of_batch)
+        assert not came.keys() & range(start, stop)
+        came |= dict(zip(range(start, stop), of_batch, strict=True))
+    assert [came[position] for position in range(len(rows))] == rows
+    assert len(came) == len(rows)
