@@ -259,7 +259,7 @@ Response = type("Response", (), {"status_code": 200, "json": lambda self: {}})  
         ({"choices": [{"index": 0, "finish_reason": None}]}, "MRR311: .*ends before index .0. is finished"),
         (7, "MRR310: .*cannot read routes from int"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_a_result_that_is_no_reply_gets_its_own_sentence(result, message):
     refused(message, engines.vllm.decode, result, num_tokens=4)
