@@ -128,7 +128,7 @@ class Chunk(nn.Module):
         inference_context: Any = None,
     ) -> Tensor:
         number = self.number if number is None else number
-        hidden = self.embedding[input_ids.reshape(-1, input_ids.shape[-1]).t()]
+        hidden = self.embedding[torch.atleast_2d(input_ids).t()]
         hidden = torch.cat([hidden[..., :-1], torch.full_like(hidden[..., -1:], float(number))], dim=-1)
         for position, layer in enumerate(self.layers):
             if self.fail_at == position:
