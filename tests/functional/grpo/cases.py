@@ -21,7 +21,7 @@ import megatron_router_replay as mrr
 from examples.grpo.batch import RolloutBatch
 from examples.grpo.loop import one_step
 from examples.grpo.rollout import Sample, TransformersEngine, roll_out
-from examples.grpo.routes import DistributedRollouts, LocalRollouts, RayRollouts, Rollouts, make_rollouts
+from examples.grpo.routes import DistributedRollouts, RayRollouts, Rollouts, make_rollouts
 from examples.grpo.settings import Settings
 from examples.grpo.task import EOS, ClassTask
 from examples.grpo.trainer import Trainer
@@ -116,9 +116,6 @@ class MeddledEngine(TransformersEngine):
 
 def rollouts_of(settings: Settings, trainer: Trainer, engine: type[TransformersEngine]) -> Rollouts:
     """Return the settings' way of routes with another engine."""
-    if settings.transport == "local":
-        is_first = torch.distributed.get_rank() == 0
-        return LocalRollouts(settings, trainer, engine(settings) if is_first else None)
     ways = {"distributed": DistributedRollouts, "ray": RayRollouts}
     return ways[settings.transport](settings, trainer, worker_engine=engine)
 
@@ -157,7 +154,7 @@ def damage(response: dict[str, Any]) -> None:
 
 
 def meddled_steps(settings: Settings) -> dict[str, Any]:
-    """Train a step, one whose routes arrive damaged, a good one, and with workers one in which a worker dies.
+    """Train a step, one whose routes arrive damaged, a good one, and one in which a worker dies.
 
     Returns both errors, and whether each of the first three steps moved anything.
     """
@@ -171,12 +168,11 @@ def meddled_steps(settings: Settings) -> dict[str, Any]:
         states.append(flat(trainer))
         one_step(trainer, rollouts, 2)
         states.append(flat(trainer))
-        if settings.transport != "local":
-            try:
-                one_step(trainer, rollouts, 3)
-            except Exception as error:
-                died = f"{type(error).__name__}: {error}"
-                raise WorkerDiedError from error  # the run ends as one that failed
+        try:
+            one_step(trainer, rollouts, 3)
+        except Exception as error:
+            died = f"{type(error).__name__}: {error}"
+            raise WorkerDiedError from error  # the run ends as one that failed
     return {"damaged": damaged, "died": died, "trained": [not torch.equal(*pair) for pair in pairwise(states)]}
 
 

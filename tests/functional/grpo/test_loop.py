@@ -1,5 +1,6 @@
 """The training loop: what is replayed, what is refused, and that it goes on after a stop as if there had been none."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -44,11 +45,10 @@ def test_off_and_r2_see_the_mismatch_that_r3_removes(workers_1, tmp_path):
 
 def test_a_stopped_and_resumed_run_continues_with_the_same_numbers(workers_1, tmp_path):
     whole = small(tmp_path / "whole", steps=3, checkpoint_every=2)
+    whole.out.mkdir()
+    (expected,) = workers_1.run(train, whole)  # one step past its checkpoint: that step is done again
     parts = replace(whole, out=tmp_path / "parts")
-    for settings in (whole, parts):
-        settings.out.mkdir()
-    (expected,) = workers_1.run(train, whole)
-    workers_1.run(train, parts)  # one step past its checkpoint: that step is done again
+    shutil.copytree(whole.out, parts.out)
     with (parts.out / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "rew')  # as a killed run leaves it
     (parts.out / "checkpoints/step_00003").mkdir()  # not complete

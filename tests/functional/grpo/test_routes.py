@@ -14,8 +14,6 @@ PP2 = ParallelSizes(pp_size=2)
 STAGES = ((1,), (3, 4))
 """Layer numbers of both stages: layer 2 of the four is dense."""
 
-TRANSPORTS = [pytest.param(name, marks=pytest.mark.slow) for name in ("distributed", "ray")]
-
 
 def sharing(out, **changes):
     """Return settings of a run whose rollouts two workers share."""
@@ -95,11 +93,12 @@ def test_saved_routes_are_the_whole_rollout_whatever_the_layout_and_transport(wo
     assert int((~saved.replay_mask).sum()) == 16
 
 
-WORKER_DIES = {"local": "", "distributed": "a rollout worker died", "ray": "ActorDied"}
-"""What is raised when the process of a rollout worker ends; locally there is none."""
+WORKER_DIES = {"distributed": "a rollout worker died", "ray": "ActorDied"}
+"""What is raised when the process of a rollout worker ends."""
 
 
-@pytest.mark.parametrize("transport", ["local", *TRANSPORTS])
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", WORKER_DIES)
 def test_damaged_routes_stop_the_step_and_a_dead_worker_the_run_on_every_rank(transport, workers_2, tmp_path):
     pool_of(transport)
     ranks = workers_2.run(meddled_steps, sharing(tmp_path / "run", layout=PP2, transport=transport))
@@ -107,7 +106,6 @@ def test_damaged_routes_stop_the_step_and_a_dead_worker_the_run_on_every_rank(tr
         assert "layer 3 of topk_indices" in rank["damaged"], rank["damaged"]
         assert rank["trained"] == [True, False, True]
         assert WORKER_DIES[transport] in rank["died"], rank["died"]
-        assert bool(rank["died"]) == (transport != "local")
     assert ranks[0]["damaged"] == ranks[1]["damaged"]
 
 

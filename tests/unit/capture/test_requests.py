@@ -70,7 +70,7 @@ def test_an_id_that_a_cast_would_wrap_to_an_experts_is_refused(num_experts, wron
         capturer.finish("a", [9, 9])
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=25)
 @given(st.data())
 def test_any_schedule_of_any_requests_gives_each_position_its_last_row(data):
     """Chunks, padding, strangers, positions that run again (rejected drafts, preemption), surplus rows, ids used again.
