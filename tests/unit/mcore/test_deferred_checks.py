@@ -49,15 +49,20 @@ def test_a_row_outside_the_trace_raises_at_the_end(session, row):
         session.close()
 
 
-def test_all_failed_checks_are_named_and_put_their_rank_at_fault(session):
+def test_all_failed_checks_are_named(session):
     session.microbatch(ROWS)
     for fails, name in ((True, "the first"), (False, "the second"), (True, "the third")):
         session._microbatches.strategy.checks.check(on_a_gpu(torch.tensor(fails)), name)
-    told = []
-    group = SimpleNamespace(finish=lambda numbers: told.append(numbers) or GroupResult())
-    session._microbatches.group_check = group
     message = r"^the first\n  the third\n  rank 0, chunk 0, micro-batch 0, layer 1: routes"
     with pytest.raises(LayoutError, match=message):
+        session.close()
+
+
+def test_a_failed_check_alone_puts_its_rank_at_fault(session):
+    told = []
+    session._microbatches.group_check = SimpleNamespace(finish=lambda numbers: told.append(numbers) or GroupResult())
+    session._microbatches.strategy.checks.check(on_a_gpu(torch.tensor(True)), "the first")
+    with pytest.raises(LayoutError, match="^the first"):
         session.close()
     assert [numbers.at_fault for numbers in told] == [True]
 
