@@ -62,7 +62,7 @@ def test_a_failed_check_alone_puts_its_rank_at_fault(session):
     told = []
     session._microbatches.group_check = SimpleNamespace(finish=lambda numbers: told.append(numbers) or GroupResult())
     session._microbatches.strategy.checks.check(on_a_gpu(torch.tensor(True)), "the first")
-    with pytest.raises(LayoutError, match="^the first"):
+    with pytest.raises(LayoutError, match=r"^the first"):
         session.close()
     assert [numbers.at_fault for numbers in told] == [True]
 
