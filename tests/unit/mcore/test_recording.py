@@ -152,6 +152,16 @@ def test_a_trace_of_other_experts_is_refused(options, message):
     assert not any(map(sources_of, chunk.routers))
 
 
+def test_rows_that_were_refused_do_not_lengthen_the_recording():
+    chunk = Chunk()
+    with mrr.record(chunk) as recording:
+        with pytest.raises(LayoutError, match="padding"):
+            recording.microbatch(ROWS + 100, padding=torch.ones(2, 4))
+        recording.microbatch(ROWS)
+        chunk(tokens())
+    assert recording.trace().num_tokens == 8
+
+
 # ---- a recording that numbers tokens itself
 
 
