@@ -256,8 +256,12 @@ class ReplyReader:
         values = [self.unwrap(value, source) for value in values]
         if len(values) > 1:
             first, *others = [as_token_ids(value, source=source) for value in values]
-            if not all(np.array_equal(first, other) for other in others):
-                raise source.error(f"MRR311: states different {name}: is a chunk of another request?")
+            for other in others:
+                if not np.array_equal(first, other):
+                    raise source.error(
+                        f"MRR311: states different {name}, of {len(other)} and {len(first)} ids: is a chunk of another "
+                        "request?"
+                    )
         return first_known(values)
 
 
@@ -268,8 +272,8 @@ def _choices(chunks: Sequence[Any], source: Source) -> list[list[Part]]:
     requests: dict[int | None, str] = {}
     for chunk in chunks:
         whole, is_bare = Part(chunk), _items(chunk) is _ABSENT
-        request = shown(whole.request, 80)
-        for index, choice in _indexed(chunk, source, is_chunk=len(chunks) > 1):
+        pairs = _indexed(chunk, source, is_chunk=len(chunks) > 1)
+        for index, choice in pairs:
             # The chunks of n choices arrive interleaved, each under the index of its choice.
             parts = streams.setdefault(index, [])
             if parts and parts[-1].finish_reason is not None:
@@ -278,7 +282,9 @@ def _choices(chunks: Sequence[Any], source: Source) -> list[list[Part]]:
                     "which decode_batch takes as a list."
                 )
             parts.append(whole if is_bare else Part(choice))
-        if request != (first := requests.setdefault(index if is_bare else None, request)):
+        request, choice_of_id = shown(whole.request, 80), pairs[0][0] if is_bare else None
+        first = requests.setdefault(choice_of_id, request)
+        if request != first:
             raise source.error(
                 f"MRR311: its chunks are of several requests, {first} and {request}: decode_batch takes a list of streams."
             )

@@ -150,8 +150,12 @@ def _read_spans(value: Any, source: Source) -> list[WeightSpan]:
     Raises:
         PayloadError: not a list of such spans, or they do not follow one another from 0 on.
     """
+    if value is None:
+        return []
+    if not isinstance(value, (list, tuple)):
+        raise source.error(f"MRR313: weight_versions is {type(value).__name__}, expected a list of spans.")
     spans: list[WeightSpan] = []
-    for item in value if isinstance(value, (list, tuple)) else [] if value is None else [value]:
+    for item in value:
         version, start, end = (get_field(item, name) for name in ("version", "start", "end"))
         before = spans[-1].end if spans else 0
         is_span = (type(version) is str or is_count(version)) and is_count(start) and is_count(end)

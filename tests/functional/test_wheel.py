@@ -1,9 +1,11 @@
-"""What a wheel holds, and that its demo keeps its promise where neither this checkout nor its tests are."""
+"""What a wheel holds, that its demo keeps its promise where neither this checkout nor its tests are, and other Pythons."""
 
 import json
 import os
 import re
+import shutil
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -89,3 +91,33 @@ def test_its_doctor_finds_nothing_in_the_way(folder, tmp_path):
     program = folder / "venv/bin/router-replay"
     done = subprocess.run([program, "doctor"], capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def find_python(version):
+    """Return a Python of this version that runs, also one of pyenv's that is not switched on; None if there is none."""
+    name = f"python{version}"
+    candidates = [shutil.which(name), *Path.home().glob(f".pyenv/versions/{version}.*/bin/{name}")]
+    works = (each for each in candidates if each and not subprocess.run([each, "-V"], capture_output=True).returncode)
+    return next(works, None)
+
+
+@pytest.mark.parametrize("version", ["3.12", "3.13"])
+def test_it_installs_and_starts_on_another_python(wheel, tmp_path, version):
+    # Without torch, whose wheel for these is gigabytes of CUDA; `make test-wheel PYTHON=...` has it and runs the demo.
+    python = find_python(version)
+    if python is None:
+        pytest.skip(f"Python {version} is not on this machine")
+    subprocess.run([python, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True, timeout=120)
+    its_python = tmp_path / "venv/bin/python"
+    pip = [sys.executable, "-m", "pip", "--python", its_python, "install", "--quiet", "--no-compile"]
+    needed = ["--constraint", ROOT / "constraints.txt", "numpy", "safetensors", "xxhash", "typer", "rich"]
+    subprocess.run([*pip, *needed], check=True, timeout=300)
+    subprocess.run([*pip, "--no-deps", wheel], check=True, timeout=120)
+    (package,) = (tmp_path / "venv/lib").glob("python3.*/site-packages/megatron_router_replay")
+    subprocess.run([its_python, "-W", "error", "-m", "compileall", "-q", "-f", package], check=True, timeout=120)
+    program = tmp_path / "venv/bin/router-replay"
+    version = subprocess.run([program, "--version"], check=True, capture_output=True, text=True, timeout=60).stdout
+    assert version.strip() == mrr.__version__
+    doctor = subprocess.run([program, "doctor"], capture_output=True, text=True, timeout=60)
+    assert doctor.returncode == 1, doctor.stderr
+    assert "problem: torch is not installed" in doctor.stdout

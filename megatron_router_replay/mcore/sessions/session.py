@@ -57,8 +57,6 @@ class Session:
         self.kind = kind
         self._routers, self._source = routers, source
         self._microbatches = source if isinstance(source, Microbatches) else None  # None: forwards take none
-        self._modules = routers.modules
-        self._takes_microbatches = self._microbatches is not None
         self._closed = False
 
     def _start(self) -> Self:

@@ -329,8 +329,9 @@ def test_an_empty_micro_batch_between_others():
 def test_withdrawn_options_and_keywords_say_what_replaces_them():
     refused(mrr.record, ROWS, r"^MRR101: session\.microbatch\(routes=...\) is gone in 0\.3: ", TraceError, routes=True)
     message = r"^MRR101: Chunk\(routing_rows=...\) is gone in 0\.3: the tokens of each forward find its rows"
-    with pytest.raises(TraceError, match=message), mrr.replay(Chunk(), random_trace(8)) as session:
-        session._modules[0](IDS, routing_rows=ROWS)
+    chunk = Chunk()
+    with pytest.raises(TraceError, match=message), mrr.replay(chunk, random_trace(8)):
+        chunk(IDS, routing_rows=ROWS)
 
 
 # ---- one layer after another is widened

@@ -199,7 +199,7 @@ class Program:
 
     def queueing(self) -> Any:
         """The session that the next forward's micro-batch is queued in."""
-        return next((session for session in reversed(self.sessions) if session._takes_microbatches), None)
+        return next((session for session in reversed(self.sessions) if session._microbatches), None)
 
     def queue(self, session: Any, input_ids: Tensor) -> Tensor:
         rows = torch.tensor([self.random.randrange(-1, ROWS) for _ in range(input_ids.numel())]).view(input_ids.shape)

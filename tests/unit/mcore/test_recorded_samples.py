@@ -76,11 +76,12 @@ def test_packed_sequences_of_known_and_of_declared_padding() -> None:
 
 @pytest.mark.parametrize("rows", [[[*A, 0, 0]], [[0, 0, *A]], [[*B, 0, 0], C]])
 def test_a_batch_that_may_be_padded_raises_until_it_is_said(rows: list[list[int]]) -> None:
-    with pytest.raises(LayoutError, match=r"MRR207: .*padding_token_ids"), mrr.record(Masked()) as recording:
-        recording._modules[0](torch.tensor(rows))
-    with mrr.record(Masked(), padding_token_ids=[0]) as recording:
-        recording._modules[0](torch.tensor(rows))
+    chunk, tokens = Masked(), torch.tensor(rows)
+    with pytest.raises(LayoutError, match=r"MRR207: .*padding_token_ids"), mrr.record(chunk):
+        chunk(tokens)
+    with mrr.record(chunk, padding_token_ids=[0]) as recording:
+        chunk(tokens)
     assert recording.trace().sequence_lengths == tuple(len([token for token in row if token]) for row in rows)
-    with mrr.record(Masked(), padding_token_ids=[]) as recording:
-        recording._modules[0](torch.tensor(rows))
+    with mrr.record(chunk, padding_token_ids=[]) as recording:
+        chunk(tokens)
     assert recording.trace().sequence_lengths == tuple(map(len, rows))

@@ -401,7 +401,7 @@ STARTS: dict[str, Start] = {
 
 def forward(chunk: Chunk, session: Any = None, number: int = 0) -> Tensor:
     """The loss of forward `number` of the same tokens; a session that wants micro-batches gets its 8 rows."""
-    if session is not None and session._takes_microbatches:
+    if session is not None and session._microbatches is not None:
         session.microbatch(ROWS + 8 * number)
     loss: Tensor = chunk(tokens(), number).square().sum()
     return loss
