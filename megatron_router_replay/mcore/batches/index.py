@@ -172,19 +172,14 @@ class PrefixIndex:
 
 
 def index_of(trace: RoutingTrace) -> PrefixIndex:
-    """Return the PrefixIndex of a trace, which is made once and kept with it.
+    """Return the PrefixIndex of a trace with tokens and samples, which is made once and kept with it.
 
     Raises:
-        TraceError: the trace has no token ids, or no samples, or tokens of some rows are unknown.
+        TraceError: tokens of some rows are unknown.
     """
     trace.check_unchanged()  # else a kept index may be of former tokens
     if "index" not in trace.derived:
-        if trace.token_ids is None or trace.sequence_lengths is None:
-            missing = [name for name in ("token_ids", "sequence_lengths") if getattr(trace, name) is None]
-            raise TraceError(
-                f"MRR424: cannot find rows by tokens: the trace has no {' and no '.join(missing)}. Make it with "
-                "RoutingTrace.from_samples, or queue rows with session.microbatch(rows, model)."
-            )
+        assert trace.token_ids is not None and trace.sequence_lengths is not None  # a replay without them follows no forward
         if num_unknown := int((trace.token_ids < 0).sum()):
             raise TraceError(
                 f"MRR108: cannot find rows by tokens: {num_unknown} rows of the trace have no token id. Another rank routed "

@@ -52,6 +52,8 @@ def test_nemotron_h_patterns():
         (DEEPSEEK | {"model_type": "deepseek_v3", "moe_layer_freq": [1, 1]}, "freq must name 5 layers, .*got .1, 1."),
         ({"model_type": "mixtral", "num_hidden_layers": 2, "num_experts_per_tok": 2}, "num_experts / num_local_experts"),
         ({"model_type": "mixtral", "num_hidden_layers": 2, "num_local_experts": 2, "num_experts_per_tok": 3}, "topk=3"),
+        ({"model_type": "mixtral", "num_hidden_layers": 0}, "num_hidden_layers=0 of the config must lie in 1..65536"),
+        ({"model_type": "mixtral", "num_hidden_layers": 2, "mlp_only_layers": [0]}, r"has mlp_only_layers=\[0\]"),
         (config("qwen3moe") | {"num_experts": 16}, "contradicts itself"),
         ({"model_type": "step3p5", "num_hidden_layers": 5}, "lacks mlp_layer_types / moe_layers_enum:"),
         ({"model_type": "deepseek_v3", "moe_layer_freq": [0, 1]}, "num_hidden_layers=None"),
@@ -74,8 +76,17 @@ def test_an_unreadable_config_raises_by_name(tmp_path):
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(PayloadError, match="holds list"):
         read(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(PayloadError, match="cannot read the model config"):
+        read(tmp_path)
     with pytest.raises(PayloadError, match="got int"):
         read(3)
+
+
+def test_numbers_of_layers_increase_and_lie_in_the_model():
+    for numbers in ((1, 1), (2, 1), (0, 1), (1, 5)):
+        with pytest.raises(PayloadError, match=r"must increase within 1..num_layers=4"):
+            ModelRoutingInfo(num_layers=4, moe_layer_numbers=numbers, num_experts=8, topk=2)
 
 
 BUILT = [

@@ -332,6 +332,9 @@ def test_withdrawn_options_and_keywords_say_what_replaces_them():
     chunk = Chunk()
     with pytest.raises(TraceError, match=message), mrr.replay(chunk, random_trace(8)):
         chunk(IDS, routing_rows=ROWS)
+    refused(
+        mrr.record, ROWS, r"^session\.microbatch\(\) got an unexpected keyword argument 'rowz'", TypeError, rowz=ROWS
+    )
 
 
 # ---- one layer after another is widened

@@ -84,6 +84,7 @@ REFUSED = {
     "300 of 8": (dict(routes=[[[0, 300], [2, 1]]], num_experts=8), "outside 0..7"),
     "a row of -1 in one layer only": (dict(routes=[[[0, 1], [-1, -1]]]), "outside 0..3"),
     "floats": (dict(routes=np.zeros((1, 2, 2))), "float64"),
+    "floats of torch": (dict(routes=torch.zeros(1, 2, 2)), "got torch.float32"),
     "strings": (dict(routes=[[["a", "b"], ["c", "d"]]]), "must hold integers"),
     "two axes": (dict(routes=[[0, 1], [2, 3]]), "shape [2, 2]"),
     "another number of layers": (dict(layer_numbers=(1, 2, 3)), "names 3 layers, topk_indices has 2"),
