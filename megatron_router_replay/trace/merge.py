@@ -60,12 +60,12 @@ def concat_traces(traces: Sequence[RoutingTrace]) -> RoutingTrace:
 
 
 def _all_or_none(name: str, traces: Sequence[RoutingTrace], *, needed: Sequence[bool]) -> list[Any]:
-    """Return this value of every trace that has it; none have it, or all that are `needed` do."""
+    """Return this value of every trace that has it; of those that are `needed`, all have it or none."""
     having = [i for i, trace in enumerate(traces) if getattr(trace, name) is not None]
     missing = [i for i, trace in enumerate(traces) if getattr(trace, name) is None and needed[i]]
-    if having and missing:
-        raise TraceError(f"MRR107: cannot concatenate: trace {having[0]} has {name}, trace {missing[0]} has none.")
-    return [getattr(traces[i], name) for i in having]
+    if missing and (with_value := [i for i in having if needed[i]]):
+        raise TraceError(f"MRR107: cannot concatenate: trace {with_value[0]} has {name}, trace {missing[0]} has none.")
+    return [] if missing else [getattr(traces[i], name) for i in having]
 
 
 def merge_traces(
