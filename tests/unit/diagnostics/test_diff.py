@@ -133,6 +133,16 @@ def test_samples_are_matched_by_their_tokens_and_equal_ones_keep_their_order(kin
     assert mrr.diff_traces(a, samples_of((4, 3, 2, 1, 0))).rows_all_same == 21 - 2 * 3
 
 
+def test_a_part_with_fewer_rows_has_no_weight_version_of_the_others():
+    versions = torch.tensor([5] * 5 + [6] * 16)
+    a = samples_of(range(5))._with(weight_version=versions.to(torch.int32))
+    # The samples of b come in another order, so its rows are gathered; the second part has 17 of 21 rows.
+    b = mrr.concat_traces([list(a.samples())[i] for i in (0, 4, 1, 2, 3)])
+    diff = mrr.diff_traces(a, [b.select_layers([2, 3]), b.select_layers([4, 5, 6])[:17]])
+    assert (diff.rows_compared, diff.rows_only_a, diff.decisions_different) == (17, 4, 0)
+    assert (diff.origin_a, diff.origin_b) == ("in memory, weights 5..6", "2 parts, weights 5..6")
+
+
 def test_samples_without_an_equal_one_are_compared_by_their_number_or_counted():
     a = samples_of(range(5))
     routes = big_trace(21).topk_indices.clone()
