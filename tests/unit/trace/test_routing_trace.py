@@ -83,7 +83,10 @@ REFUSED = {
     ),
     "300 of 8": (dict(routes=[[[0, 300], [2, 1]]], num_experts=8), "outside 0..7"),
     "a row of -1 in one layer only": (dict(routes=[[[0, 1], [-1, -1]]]), "outside 0..3"),
-    "uint8 of 257 experts": (dict(routes=np.uint8(ROUTES), num_experts=257), "uint8, which cannot hold ids of 257 experts"),
+    "uint8 of 257 experts": (
+        dict(routes=np.uint8(ROUTES), num_experts=257),
+        "uint8, which cannot hold ids of 257 experts",
+    ),
     "255 in int8, which is -1": (
         dict(routes=np.array([[[255]]]).astype(np.int8), layer_numbers=(1,), num_experts=256),
         "int8, which cannot hold ids of 256 experts",

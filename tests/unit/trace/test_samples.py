@@ -19,7 +19,10 @@ def test_samples_follow_one_another_and_the_last_token_has_no_route() -> None:
     assert trace.topk_indices[:2].tolist() == ONE
     assert (trace.sample_ids, trace.weight_version.tolist()) == (("a", "b"), [3] * 4)
     for version in (np.int64(3), torch.tensor(3)):
-        assert RoutingTrace.from_samples([[5, 0, 7], [8]], [ONE, TWO], **SIZES, sample_ids=["a", "b"], weight_version=version) == trace
+        again = RoutingTrace.from_samples(
+            [[5, 0, 7], [8]], [ONE, TWO], **SIZES, sample_ids=["a", "b"], weight_version=version
+        )
+        assert again == trace
 
 
 def test_a_forward_that_ran_all_tokens_has_a_route_for_each() -> None:
