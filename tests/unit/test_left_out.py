@@ -22,7 +22,11 @@ GROUPS, STEPS = map(runpy.run_path(str(SCRIPT), run_name="left_out").get, ("GROU
         ("megatron_router_replay/transport/plan.py", ["GRPO", "transports that fail"], []),
         ("megatron_router_replay/trainers/verl.py", [], ["verl"]),
         ("megatron_router_replay/mcore/core/tape.py", ["random programs"], ["versions"]),
-        ("megatron_router_replay/trace/ids.py", ["transports that fail", "replies that are drawn", "random programs"], []),
+        (
+            "megatron_router_replay/trace/ids.py",
+            ["transports that fail", "replies that are drawn", "random programs"],
+            [],
+        ),
         ("megatron_router_replay/unheard_of.py", [group.name for group in GROUPS], ["verl", "versions", "wheel"]),
         ("Makefile", [group.name for group in GROUPS], ["verl", "versions", "wheel"]),
     ],
