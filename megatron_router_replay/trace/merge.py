@@ -40,6 +40,8 @@ def concat_traces(traces: Sequence[RoutingTrace]) -> RoutingTrace:
     """
     names = [f"trace {i}" for i in range(len(traces))]
     _check_same(traces, "concatenate", ("layer_numbers", "num_experts", "topk"), names)
+    if any(trace.weight_version is not None for trace in traces):
+        traces = [_with_unknown_version(trace) for trace in traces]
     # A trace without rows has as many token ids as it has rows: none.
     have_rows = [trace.num_tokens > 0 for trace in traces]
     values = {
@@ -57,6 +59,13 @@ def concat_traces(traces: Sequence[RoutingTrace]) -> RoutingTrace:
         sample_ids = tuple(name for part in parts for name in part) if parts else None
     tensors = {name: torch.cat(parts) if parts else None for name, parts in values.items()}
     return traces[0]._with(**tensors, sequence_lengths=lengths, sample_ids=sample_ids)
+
+
+def _with_unknown_version(trace: RoutingTrace) -> RoutingTrace:
+    """Return the trace with a weight version: of a trace without routes, such as an aborted request's, it is unknown."""
+    if trace.weight_version is not None or bool(trace.replay_mask.any()):
+        return trace
+    return trace._with(weight_version=torch.full_like(trace.replay_mask, UNKNOWN, dtype=torch.int32))
 
 
 def _all_or_none(name: str, traces: Sequence[RoutingTrace], *, needed: Sequence[bool]) -> list[Any]:

@@ -85,6 +85,13 @@ def test_an_empty_batch_adds_no_sample_and_takes_none_of_the_metadata_away():
     assert concat_traces([named, plain]) == concat_traces([plain, named]) == plain
 
 
+def test_a_trace_without_routes_has_no_weight_version_that_others_could_miss():
+    aborted, done = make(ROUTES[:1], replay_mask=[False]), make(weight_version=4)
+    assert concat_traces([aborted, done, aborted]).weight_version.tolist() == [-1, 4, 4, 4, -1]
+    with pytest.raises(TraceError, match="trace 0 has weight_version, trace 1 has none"):
+        concat_traces([done, make(ROUTES[:1])])
+
+
 def test_a_sample_of_no_tokens_stays_a_sample():
     aborted = make(np.zeros((0, 2, 2), np.int32), sequence_lengths=(0,), sample_ids=("b",))
     one = make(ROUTES[:1], sequence_lengths=(1,), sample_ids=("a",))
