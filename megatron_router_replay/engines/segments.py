@@ -75,8 +75,8 @@ class RoutingSegments:
             )
         if trace.sequence_lengths not in (None, (len(trace),)):
             raise PayloadError(
-                f"MRR315: RoutingSegments: a turn is one sample, this trace has {len(trace.sequence_lengths)}: append each of "
-                "trace.samples() to the segments of its own conversation."
+                f"MRR315: RoutingSegments: a turn is one sample, this trace has {len(trace.sequence_lengths)}: append each "
+                "of trace.samples() to the segments of its own conversation."
             )
         new, old = trace.to("cpu"), self._trace
         # A row without a route has no weights that chose it.
