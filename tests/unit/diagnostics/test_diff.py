@@ -165,6 +165,18 @@ def test_samples_without_an_equal_one_are_compared_by_their_number_or_counted():
     assert not diff.same
 
 
+def test_rows_after_the_end_of_the_other_trace_are_counted_in_their_samples(monkeypatch):
+    monkeypatch.setattr(source, "BLOCK_BYTES", 1)
+    a = big_trace(21)._with(sequence_lengths=(5, 3, 4, 9))
+    for block_rows in (1 << 14, 7):  # rows of a block that both have in part, and blocks that a alone has
+        monkeypatch.setattr(source, "_BLOCK_ROWS", block_rows)
+        facts = [str(fact) for fact in mrr.diff_traces(a, big_trace(21)[:6]).facts]
+        assert facts == ["15 rows of samples 1..3 have a route in a and none in b."]
+        facts = [str(fact) for fact in mrr.diff_traces(a[:6], a).facts]
+        assert facts == ["15 rows of samples 1..3 have a route in b and none in a."]
+        assert not mrr.diff_traces(a[:6].with_samples((6,)), big_trace(21)).facts  # of no sample
+
+
 def test_parts_of_two_layouts_compare_by_global_rows():
     whole = big_trace()
     even, early = torch.arange(600) % 2 == 0, torch.arange(600) < 350
