@@ -5,6 +5,7 @@ Context-parallel ranks share a forward. Flat positions count over all of them, s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_router_replay.errors import LayoutError
+from megatron_router_replay.mcore.core.streams import to_device
 
 _MAX_RESTARTS = 4096
 """The most segments that restarts of position_ids may add on a GPU, where the host cannot count them."""
@@ -206,12 +208,16 @@ class PaddingRuns:
 
     Args:
         tokens: [1 + n + 1] integers: the tokens of positions 0 to n - 1, between two that are none.
-        declared: [k] integers, the tokens of padding; None: any one token.
+        declared: the tokens of padding; None: any one token.
     """
 
-    def __init__(self, tokens: Tensor, declared: Tensor | None) -> None:
+    def __init__(self, tokens: Tensor, declared: Sequence[int] | None) -> None:
         # Up to each token, the number of those that are no padding; or, undeclared, of changes of the token id.
-        is_end = tokens != tokens.roll(1) if declared is None else ~torch.isin(tokens, declared)
+        if declared is None:
+            is_end = tokens != tokens.roll(1)
+        else:
+            padding = torch.tensor(declared, dtype=torch.int64)  # torch would make floats of an empty list
+            is_end = ~torch.isin(tokens, to_device(padding, tokens.device))
         self._counts = is_end.cumsum(0)
         self._shift = 1 if declared is None else 0
 
