@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megatron_router_replay.checks import shown
 from megatron_router_replay.errors import LayoutError
 from megatron_router_replay.mcore.core.streams import to_device
 
@@ -75,7 +76,8 @@ class Segments:
             device: of the segments; None: that of cu_seqlens.
 
         Raises:
-            LayoutError: cu_seqlens are not of one row; or, on the CPU, reach beyond it, or split a sequence unevenly.
+            LayoutError: cu_seqlens are not of one row, or unpadded are of another number of sequences; or, on the CPU, they
+                reach beyond it, or split a sequence unevenly, or unpadded are longer.
         """
         length, total = shape[1] * cp_size, shape[0] * shape[1] * cp_size
         # Zigzag gives each rank two of 2 * cp_size equal chunks.
@@ -94,6 +96,7 @@ class Segments:
         stop, is_bounded = torch.minimum(end, starts[-1:]), None
         if cu_seqlens is not None and unpadded is not None and unpadded is not cu_seqlens:
             real = unpadded.to(starts.device, torch.int64)
+            _check_lengths(real, starts)
             is_bounded = (real != starts).any()
             stop[:-1] = torch.minimum(starts[:-1] + real.diff(), stop[:-1])
         return cls(
@@ -243,6 +246,18 @@ def _check_starts(starts: list[int], total: int, multiple: int) -> None:
         raise LayoutError(
             f"MRR204: cannot split sequences of {lengths} positions over cp_size={multiple // 2} in zigzag: each must be a "
             f"multiple of {multiple}."
+        )
+
+
+def _check_lengths(unpadded: Tensor, padded: Tensor) -> None:
+    fit = unpadded.shape == padded.shape
+    if fit and padded.device.type == "cpu":  # on a GPU, the values would synchronize
+        lengths = unpadded.diff()
+        fit = bool(((lengths >= 0) & (lengths <= padded.diff())).all())
+    if not fit:
+        raise LayoutError(
+            f"MRR204: cu_seqlens_q {shown(unpadded.tolist())} do not fit cu_seqlens_q_padded {shown(padded.tolist())}: they "
+            "must have a length for each padded sequence, 0 up to that of the padded one."
         )
 
 

@@ -61,6 +61,12 @@ def test_cu_seqlens_that_do_not_fit_raise(bad: list[int], cp_size: int) -> None:
         Segments.of((1, 8 // cp_size), torch.tensor(bad), cp_size=cp_size)
 
 
+@pytest.mark.parametrize("lengths", [[0, 3], [0, 3, 5, 8], [0, 5, 8], [0, 3, 2]])
+def test_lengths_that_do_not_fit_their_sequences_raise(lengths: list[int]) -> None:
+    with pytest.raises(LayoutError, match=r"MRR204: cu_seqlens_q .* do not fit cu_seqlens_q_padded \[0, 4, 8\]"):
+        Segments.of((1, 8), torch.tensor([0, 4, 8]), unpadded=torch.tensor(lengths))
+
+
 # ---- random segments, compared with every reading that the table allows
 
 
