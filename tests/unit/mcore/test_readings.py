@@ -63,10 +63,10 @@ def test_a_token_that_may_be_padding_is_a_samples_where_no_forward_shows_padding
 def test_a_token_may_be_appended_after_padding_on_the_left() -> None:
     assert rows_replayed([[5, 6, 7], [8]], [0, 0, 5, 6, 7, 9]) == 3
     # Sample 0 with 1 appended, or sample 1, after padding.
-    with pytest.raises(RouterReplayError, match="MRR206: .* tokens before sample 0 may be padding"):
+    with pytest.raises(RouterReplayError, match=r"MRR206: .* tokens before sample 0 may be padding"):
         rows_replayed([[0, 0], [1]], [0, 0, 0, 0, 0, 1])
     # Sample 0 with 1 appended and 2 as padding, or sample 1 after padding.
-    with pytest.raises(RouterReplayError, match="MRR207: .* token 2 stands where a sequence leaves its sample"):
+    with pytest.raises(RouterReplayError, match=r"MRR207: .* token 2 stands where a sequence leaves its sample"):
         rows_replayed([[0], [1, 2, 2]], [0, 1, 2, 2])
 
 
