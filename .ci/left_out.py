@@ -11,9 +11,6 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-TEXT = ("docs/", "mkdocs.yml", ".github/", "LICENSE", "CITATION.cff", ".gitignore")
-QUICK_TESTS = ("tests/unit/", "tests/functional/")
-ROOMS = ("capture", "cli", "demo", "diagnostics", "testing", "trainers", "transport")
 BENCHMARKS = ("__init__", "__main__", "measure", "router", "step", "store", "memory", "capture", "decode")
 PAGES_ALWAYS_RUN = ("docs/first_hour.md",)
 """Pages of docs/ whose blocks run in every CI, as README's do; others run when they changed."""
@@ -21,45 +18,44 @@ WHAT_RUNS_PAGES = ("conftest.py", "tests/conftest.py", "tests/snippets.py", "con
 DAY = 24 * 60 * 60
 ENVIRONMENT = ("Makefile", "constraints.txt", "pyproject.toml", "conftest.py", "tests/conftest.py", "tests/support/")
 """Files that every test reads."""
+PACKAGE = "megatron_router_replay"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Slow tests or a step of .ci/run, the files of its own, and the files that it does not read.
+    """Slow tests or a step of .ci/run, and the files that they are about: those alone touch it, and those of every test.
 
-    Without `unused`, the group is touched by files of its own alone: its tests repeat on real software of others, in every
-    landing too slow, the checks that quick tests make on stand-ins, the oldest and the newest Megatron-Core.
+    What else these tests run, quick tests run in every CI, with the newest Megatron-Core and stand-ins of other software.
+
+    Args:
+        name: for the log.
+        tests: paths that pytest leaves out.
+        sources: beginnings of paths, besides those of `tests`.
+        rooms: folders of the package.
     """
 
     name: str
     tests: tuple[str, ...]
-    sources: tuple[str, ...]
-    unused_parts: tuple[str, ...] = ()
-    unused: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+    rooms: tuple[str, ...] = ()
 
     def touched(self, changed: list[str]) -> list[str]:
         """Return the changed paths that may matter to these tests."""
-        if not self.unused:
-            return [path for path in changed if path.startswith((*self.tests, *self.sources, *ENVIRONMENT))]
-        parts = tuple(f"megatron_router_replay/{part}/" for part in self.unused_parts)
-        unrelated = (*TEXT, *QUICK_TESTS, *parts, *self.unused)
-        return [
-            path
-            for path in changed
-            if path.startswith((*self.tests, *self.sources)) or not (path.startswith(unrelated) or path.endswith(".md"))
-        ]
+        own = (*self.tests, *self.sources, *(f"{PACKAGE}/{room}/" for room in self.rooms), *ENVIRONMENT)
+        return [path for path in changed if path.startswith(own) or is_in_no_room(path)]
+
+
+def is_in_no_room(path: str) -> bool:
+    """Return whether a path is a module that all of the package's rooms may use."""
+    return path.startswith(f"{PACKAGE}/") and path.count("/") == 1
 
 
 GROUPS = [
     Group(
         name="a real vLLM",
         tests=("tests/functional/grpo/test_vllm.py",),
-        sources=(
-            "tests/functional/grpo/cases.py",
-            "examples/grpo/",
-            "megatron_router_replay/engines/",
-            "constraints-vllm.txt",
-        ),
+        sources=("tests/functional/grpo/cases.py", "examples/grpo/", "constraints-vllm.txt"),
+        rooms=("engines",),
     ),
     Group(
         name="effect",
@@ -70,49 +66,46 @@ GROUPS = [
         name="GRPO",
         tests=("tests/functional/grpo",),
         sources=("examples/grpo/",),
-        unused_parts=("cli", "demo", "diagnostics"),
-        unused=(
-            "benchmarks/",
-            "examples/effect/",
-            "examples/walkthroughs/",
-            "constraints-verl.txt",
-            "constraints-vllm.txt",
-        ),
+        rooms=("capture", "transport"),
     ),
     Group(
         name="benchmarks",
         tests=("tests/functional/test_benchmarks.py",),
         sources=tuple(f"benchmarks/{name}.py" for name in BENCHMARKS),
-        unused_parts=("cli", "demo", "diagnostics", "trainers", "transport"),
-        unused=("benchmarks/", "examples/", "constraints-verl.txt", "constraints-vllm.txt"),
     ),
     Group(
         name="GPU benchmark",
         tests=("tests/functional/mcore/test_gpu_benchmark.py",),
         sources=("benchmarks/gpu/", "benchmarks/measure.py"),
-        unused_parts=("capture", "cli", "demo", "diagnostics", "trainers", "transport"),
-        unused=("benchmarks/", "examples/", "constraints-verl.txt", "constraints-vllm.txt"),
     ),
     Group(
         name="the walk-throughs",
         tests=("tests/functional/diagnostics/test_walkthroughs.py",),
         sources=("examples/walkthroughs/",),
-        unused_parts=("capture", "cli", "trainers", "transport"),
-        unused=("benchmarks/", "examples/", "constraints-verl.txt", "constraints-vllm.txt"),
+        rooms=("diagnostics", "testing"),
+    ),
+    Group(
+        name="transports that fail",
+        tests=("tests/functional/transport/test_faults.py", "tests/functional/transport/test_ray.py"),
+        sources=("tests/functional/transport/",),
+        rooms=("transport", "trace"),
+    ),
+    Group(
+        name="layouts of the tests' model",
+        tests=("tests/functional/testing/test_tiny_gpt.py",),
+        rooms=("testing",),
     ),
     Group(
         name="replies that are drawn",
         tests=("tests/unit/engines/test_random_replies.py",),
         sources=("tests/unit/engines/engine_payloads.py",),
-        unused_parts=(*ROOMS, "layout", "mcore", "store"),
-        unused=("benchmarks/", "examples/", "constraints-verl.txt", "constraints-vllm.txt"),
+        rooms=("engines", "trace"),
     ),
     Group(
         name="random programs",
         tests=("tests/unit/mcore/test_random_programs.py",),
         sources=("tests/unit/mcore/tiny_chunk.py",),
-        unused_parts=("capture", "cli", "demo", "diagnostics", "trainers", "transport"),
-        unused=("benchmarks/", "examples/", "constraints-verl.txt", "constraints-vllm.txt"),
+        rooms=("layout", "mcore", "trace"),
     ),
 ]
 
@@ -120,38 +113,19 @@ STEPS = [
     Group(
         name="verl",
         tests=("tests/functional/verl",),
-        sources=(
-            "megatron_router_replay/trainers/",
-            "megatron_router_replay/mcore/sessions/",
-            "tests/trainers/",
-            "constraints-verl.txt",
-        ),
+        sources=("tests/trainers/", "constraints-verl.txt"),
+        rooms=("mcore/sessions", "trainers"),
     ),
     Group(
         name="versions",
         tests=("tests/unit/mcore", "tests/functional/mcore"),
-        sources=(
-            "megatron_router_replay/mcore/model/",
-            "megatron_router_replay/mcore/core/",
-            "megatron_router_replay/testing/",
-        ),
+        rooms=("mcore/core", "mcore/model", "testing"),
     ),
     Group(
         name="wheel",
         tests=("tests/functional/test_wheel.py",),
-        sources=("pyproject.toml", "setup.py", "README.md", "megatron_router_replay/__init__.py"),
-        unused_parts=(
-            "capture",
-            "diagnostics",
-            "engines",
-            "layout",
-            "mcore",
-            "store",
-            "trace",
-            "trainers",
-            "transport",
-        ),
-        unused=("benchmarks/", "examples/", "constraints-verl.txt", "constraints-vllm.txt"),
+        sources=("setup.py", "README.md"),
+        rooms=("cli", "demo", "testing"),
     ),
 ]
 """Steps of .ci/run besides the slow tests."""

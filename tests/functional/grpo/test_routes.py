@@ -11,8 +11,8 @@ from megatron_router_replay.testing import ParallelSizes
 from tests.functional.grpo.cases import meddled_steps, small, steps_with_routes, without_times
 
 PP2 = ParallelSizes(pp_size=2)
-STAGES = ((1,), (3, 4))
-"""Layer numbers of both stages: layer 2 of the four is dense."""
+STAGES = {1: ((1, 3, 4),), 2: ((1,), (3, 4))}
+"""pp_size -> layer numbers of the stages: layer 2 of the four is dense."""
 
 
 def sharing(out, **changes):
@@ -26,32 +26,28 @@ def pool_of(transport):
         pytest.importorskip("ray", reason="ray is not installed: pip install 'megatron-router-replay[ray]'")
 
 
-LAYOUTS = {"pp2": (PP2, 2), "pp2-dp2": (PP2, 4)}
-"""A layout and the number of its ranks; what tensor-parallel ranks get, the conformance tests of transport/ show."""
+LAYOUTS = {"pp2": PP2, "dp2": ParallelSizes()}
+"""Layouts of two ranks; what tensor-parallel ranks get, the conformance tests of transport/ show."""
 
 
 @pytest.fixture(scope="module")
-def local_way(request, tmp_path_factory):
-    """A layout, the workers for it, and what every rank saw with routes that never left the rollout's process."""
-    layout, world_size = LAYOUTS[request.param]
-    workers = request.getfixturevalue(f"workers_{world_size}")
-    return (
-        layout,
-        workers,
-        workers.run(steps_with_routes, sharing(tmp_path_factory.mktemp("way") / "local", layout=layout)),
-    )
+def local_way(request, workers_2, tmp_path_factory):
+    """A layout, and what every rank saw with routes that never left the rollout's process."""
+    layout = LAYOUTS[request.param]
+    settings = sharing(tmp_path_factory.mktemp("way") / "local", layout=layout)
+    return layout, workers_2.run(steps_with_routes, settings)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("local_way", "transport"),
-    [("pp2-dp2", "distributed"), ("pp2", "ray")],
+    [("dp2", "distributed"), ("pp2", "ray")],
     indirect=["local_way"],
 )
-def test_every_rank_gets_the_routes_of_the_local_way_and_trains_the_same(transport, local_way, tmp_path):
+def test_every_rank_gets_the_routes_of_the_local_way_and_trains_the_same(transport, local_way, workers_2, tmp_path):
     pool_of(transport)
-    layout, workers, expected = local_way
-    ranks = workers.run(steps_with_routes, sharing(tmp_path / transport, layout=layout, transport=transport))
+    layout, expected = local_way
+    ranks = workers_2.run(steps_with_routes, sharing(tmp_path / transport, layout=layout, transport=transport))
 
     for rank, local in zip(ranks, expected, strict=True):
         assert rank["place"] == local["place"]
@@ -59,10 +55,12 @@ def test_every_rank_gets_the_routes_of_the_local_way_and_trains_the_same(transpo
         assert torch.equal(rank["parameters"], local["parameters"])
         assert len(rank["received"]) == len(local["received"]) == 2
         for received, of_local in zip(rank["received"], local["received"]):
-            assert received["layer_numbers"] == of_local["layer_numbers"] == STAGES[rank["place"].pp_rank]
+            assert (
+                received["layer_numbers"] == of_local["layer_numbers"] == STAGES[layout.pp_size][rank["place"].pp_rank]
+            )
             for name in ("topk_indices", "replay_mask", "token_ids"):
                 assert torch.equal(received[name], of_local[name]), name
-    # Nobody got more than its samples: the ranks of a stage share the rows, the last token of each has no route.
+    # Nobody got more than its samples: data-parallel ranks share the rows, the last token of each has no route.
     for step in range(2):
         of_stage = {
             rank["place"]: rank["received"][step]

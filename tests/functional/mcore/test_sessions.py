@@ -33,17 +33,17 @@ SINGLE = Case(config=FULL)
 
 @pytest.mark.parametrize(("num_experts", "bytes_an_id"), [(8, 1), (258, 2)])
 def test_a_session_holds_topk_compact_ids_per_token_and_layer(num_experts, bytes_an_id, megatron):
-    case = Case(config=FULL | {"num_moe_experts": num_experts}, num_microbatches=3)
+    case = Case(config=FULL | {"num_moe_experts": num_experts, "num_layers": 2}, num_microbatches=2)
     config, (model,), microbatches = build(case)
     live_last = torch.arange(case.num_tokens) % case.sequence_length != case.sequence_length - 1
-    trace = random_trace(case, replay_mask=live_last)
-    before = {id(each) for each in gc.get_objects() if isinstance(each, LayerRoutes)}
+    trace = random_trace(case, [1, 2], replay_mask=live_last)
+    before = {id(each) for each in gc.get_objects() if type(each) is LayerRoutes}
     session = mrr.replay(model, trace, **DRAWN)
 
     def held() -> float:
         """Bytes of routes for each token and layer, queued and between forward and backward."""
         tensors = [entry.topk_indices for entry in alive_entries([model])]
-        queued = [each for each in gc.get_objects() if isinstance(each, LayerRoutes) and id(each) not in before]
+        queued = [each for each in gc.get_objects() if type(each) is LayerRoutes and id(each) not in before]
         storages = [tensor.untyped_storage() for tensor in tensors + [each.topk_indices for each in queued]]
         num_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
         return num_bytes / (case.num_tokens * config.num_layers)
