@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_router_replay.checks import shown
 from megatron_router_replay.errors import TraceError
 from megatron_router_replay.mcore.core.streams import collective_device
 from megatron_router_replay.trace import RoutingTrace
@@ -61,8 +62,9 @@ def gather_trace(
         The recording, and the data-parallel ranks of all its samples.
 
     Raises:
-        TraceError: on every rank alike: the ranks are of different models, or two recorded one row differently. Or
-            another rank queued rows by hand, and this rank's samples are not the whole batch.
+        TraceError: on every rank alike: the ranks are of different models, two recorded one row differently, or ranks of a
+            replica recorded different samples. Or another rank queued rows by hand, and this rank's samples are not the
+            whole batch.
     """
     known = trace.replay_mask if trace.token_ids is None else trace.replay_mask | (trace.token_ids != UNKNOWN)
     rows = known.nonzero()[:, 0]
@@ -77,7 +79,13 @@ def gather_trace(
     else:
         of_replica: dict[tuple[int, ...], tuple[int, ...]] = {}
         for part in parts:
-            of_replica[part.replica] = part.lengths if part.lengths is not None else of_replica.get(part.replica, ())
+            samples = of_replica.get(part.replica) or part.lengths or ()  # a stage without MoE layers has none
+            if part.lengths and part.lengths != samples:
+                raise TraceError(
+                    f"MRR109: ranks of one replica of the model recorded samples of {shown(samples)} tokens, and of "
+                    f"{shown(part.lengths)}: they are parts of the same forwards. Did a forward fail on some of them?"
+                )
+            of_replica[part.replica] = samples
         first = sum(sum(each) for other, each in of_replica.items() if other < replica)
         lengths = tuple(length for each in sorted(of_replica) for length in of_replica[each])
         num_tokens, replica = sum(lengths), tuple(sorted({rank for each in of_replica for rank in each}))

@@ -283,8 +283,8 @@ class RecordSession(Session):
             TraceError: as `trace`; or two ranks recorded the same row with different experts.
         """
         trace = self.trace(num_tokens=num_tokens)
-        is_replica = self._recorded.numbers_itself or not self._microbatches.chunks
-        replica: Replica = (_data_parallel_rank(),) if is_replica else None
+        # Also if no forward came: the samples of other data-parallel ranks follow one another nevertheless.
+        replica: Replica = None if self._recorded.num_rows else (_data_parallel_rank(),)
         for group in groups or (None,) if dist.is_initialized() else ():
             trace, replica = gather_trace(trace, group, replica)
         return trace

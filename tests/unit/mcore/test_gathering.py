@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import megatron_router_replay as mrr
 from megatron_router_replay.errors import TraceError
 from megatron_router_replay.mcore.sessions import gathering
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trace.merge import merge_traces
+from tests.unit.mcore.tiny_chunk import Chunk
 
 NUM_STAGES, TOPK = 4, 2
 
@@ -106,6 +108,26 @@ def test_samples_of_replicas_follow_one_another_in_the_order_of_replicas(monkeyp
         assert torch.equal(trace.topk_indices.long(), whole)
         assert trace.replay_mask.all()
         assert (trace.sequence_lengths, trace.token_ids.tolist()) == ((3, 1, 2), [100, 101, 102, 103, 104, 105])
+
+
+def test_parts_of_one_replica_that_recorded_other_samples_raise(monkeypatch):
+    parts = [part.gather_rows(range(8)).with_samples([5, 3]) for part in parts_of(4, 64)[:2]]
+    parts[1] = parts[1].gather_rows(range(5)).with_samples([5])
+    with pytest.raises(TraceError, match=r"MRR109: ranks of one replica .* samples of \(5, 3\) tokens, and of \(5,\)"):
+        Threads(2).run(monkeypatch, parts, [(0,), (0,)])
+
+
+def recorded_on_the_first_rank_alone():
+    chunk = Chunk()
+    with mrr.record(chunk, padding_token_ids=[]) as recording:
+        if not torch.distributed.get_rank():
+            chunk(torch.tensor([[5, 6, 7], [8, 9, 4]]))
+    trace = recording.gather()
+    return trace.sequence_lengths, trace.token_ids.tolist(), int(trace.replay_mask.sum())
+
+
+def test_a_rank_without_a_forward_gets_the_samples_of_the_others(on_ranks):
+    assert on_ranks(2, recorded_on_the_first_rank_alone) == [((3, 3), [5, 6, 7, 8, 9, 4], 6)] * 2
 
 
 def test_samples_of_one_rank_that_are_not_those_of_the_whole_raise(monkeypatch):
