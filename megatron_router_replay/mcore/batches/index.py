@@ -196,9 +196,7 @@ def index_of(trace: RoutingTrace) -> PrefixIndex:
     """
     trace.check_unchanged()  # else a kept index may be of former tokens
     if "index" not in trace.derived:
-        assert (
-            trace.token_ids is not None and trace.sequence_lengths is not None
-        )  # a replay without them follows no forward
+        assert trace.token_ids is not None and trace.sequence_lengths is not None  # else nothing follows tokens
         if num_unknown := int((trace.token_ids < 0).sum()):
             raise TraceError(
                 f"MRR108: cannot find rows by tokens: {num_unknown} rows of the trace have no token id. Another rank routed "
