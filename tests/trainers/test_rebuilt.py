@@ -384,6 +384,29 @@ def test_token_ids_travel_with_routes_of_any_topk(topk, dtype):
         assert bool((back[5] == -1).all())
 
 
+@pytest.mark.parametrize("topk", [1, 4])
+def test_a_sample_without_tokens_has_no_rows(topk):
+    values, ids = torch.zeros(0, 5, topk, dtype=torch.int16), torch.zeros(0, dtype=torch.int64)
+    assert token_layers.remove(values, ids, sample=0, at_least=0).shape == (0, {1: 2, 4: 4}[topk], topk)
+
+
+@pytest.mark.parametrize("name", ["skyrl"])
+def test_a_sample_of_skyrl_that_was_never_generated_is_named(name, trainer):
+    reply = {"prompt_token_ids": [[1, 2]], "response_ids": [[]], "loss_masks": [[]], "rollout_expert_indices": [None]}
+    with pytest.raises(PayloadError, match="MRR802: sample 0 has 2 tokens, and no routes"):
+        skyrl._with_tokens(reply)
+
+
+@pytest.mark.parametrize("name", ["slime", "miles"])
+def test_a_rollout_without_routes_is_not_taken_for_a_trainer_that_moved(name, trainer, chunks):
+    {"slime": slime, "miles": miles}[name].init(ARGS)
+    module = __import__(f"{name}.backends.megatron_utils.actor", fromlist=["actor"])
+    actor = object.__new__(module.MegatronTrainRayActor)
+    actor.model = chunks
+    with pytest.raises(PayloadError, match="MRR802: this rollout has no rollout_routed_experts"):
+        actor.train_actor({"tokens": samples()[0]}, None)
+
+
 @pytest.mark.parametrize("name", rebuilt.SOURCES)
 def test_whatever_a_trainer_renames_is_named(name, tmp_path, capsys):
     check_renames(name, write(tmp_path, rebuilt.SOURCES[name]), capsys)
