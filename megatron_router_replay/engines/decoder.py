@@ -159,8 +159,15 @@ class Decoder(ReplyReader):
         return SampleRows(source=reply.source, layout=layout, tokens=tokens, options=options, may_be_empty=may_be_empty)
 
 
+def _is_list(values: Any) -> bool:
+    """Return whether values are a list, a tuple, or an array with an axis."""
+    has_items = hasattr(values, "__len__") and hasattr(values, "__getitem__")
+    return has_items and not isinstance(values, (str, bytes, Mapping)) and getattr(values, "ndim", 1) > 0
+
+
 def _is_flat(prompts: Any) -> bool:
     """Return whether this is one list of token ids, the prompt of all samples, and not a list of such lists."""
+<<<<<<< HEAD
     if not _is_list(prompts) or not len(prompts):
         return False
     return not hasattr(prompts[0], "__len__") or getattr(prompts[0], "ndim", None) == 0
@@ -172,3 +179,6 @@ def _is_list(values: Any) -> bool:
         return False
     # Arrays of no dimension have a length method as well, and are ids.
     return hasattr(values, "__getitem__") and getattr(values, "ndim", 1) > 0
+=======
+    return _is_list(prompts) and len(prompts) > 0 and not _is_list(prompts[0])
+>>>>>>> att3
