@@ -166,8 +166,14 @@ def open_source(
     path = Path(trace)
     origin, files = str(path), [path]
     if path.is_dir():
-        store = TraceStore(path)
-        if steps := store.steps():
+        store, steps = TraceStore(path), TraceStore(path).steps()
+        if not steps and path.name.startswith("step_"):  # perhaps a step of a store, which several runs may have saved
+            store = TraceStore(path.parent)
+            steps = [number for number in store.steps() if store.folder(number) == path]
+            if steps and step not in (None, *steps):
+                raise StoreError(f"MRR505: cannot find step {step} in {path}: it is the folder of step {steps[0]}.")
+            step = steps[0] if steps else step
+        if steps:
             files = list(store.parts(step, run=run).values())
             origin += f", step {steps[0] if step is None else step}"
         elif not (files := sorted(path.glob("*.safetensors"))):

@@ -236,6 +236,13 @@ def test_folders_of_a_store_and_of_loose_files(tmp_path):
     with pytest.raises(StoreError, match=r"runs \[a, b\] saved it. Name one, run="):
         mrr.diff_traces(tmp_path / "store", trace, step_a=8)
     assert mrr.diff_traces(tmp_path / "store", trace, step_a=8, run_a="b").same
+    # The folder of a step alone is no mixture of its runs either.
+    assert mrr.diff_traces(store.folder(7), trace).same
+    with pytest.raises(StoreError, match=r"runs \[a, b\] saved it. Name one, run="):
+        mrr.diff_traces(store.folder(8), trace)
+    assert mrr.diff_traces(store.folder(8), trace, run_a="b").same
+    with pytest.raises(StoreError, match=r"cannot find step 7 in .*: it is the folder of step 8"):
+        mrr.diff_traces(store.folder(8), trace, step_a=7, run_a="b")
 
 
 def exchange_one_expert(a, by_layer):
