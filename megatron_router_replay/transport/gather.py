@@ -41,11 +41,14 @@ class TraceRows:
 
     Raises:
         TransportError: no traces, or they differ in kind.
+        TraceError: a trace was changed in place.
     """
 
     def __init__(self, traces: Sequence[RoutingTrace]) -> None:
         if not traces:
             raise TransportError("MRR606: cannot send no traces: at least one is needed.")
+        for trace in traces:
+            trace.check_unchanged()  # the ranks that receive the rows check none of them
         self.format = TraceFormat.of(traces[0])
         for i, trace in enumerate(traces):
             if (format := TraceFormat.of(trace)) != self.format:

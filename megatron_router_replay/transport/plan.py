@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product
+from operator import index
 from typing import Literal, NamedTuple
 
 from megatron_router_replay.errors import RouterReplayError, listed
@@ -203,6 +204,20 @@ def plan_buckets(parts: Mapping[Place, Part], sender_ends: Sequence[int], bucket
     return sorted(result, key=lambda bucket: (bucket.turn, bucket.sender))
 
 
+def as_samples(partition: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Return the samples of each rank as integers.
+
+    Raises:
+        TransportError: there is not one list of integers for each rank.
+    """
+    try:
+        return tuple(tuple(index(sample) for sample in of_rank) for of_rank in partition)
+    except TypeError as error:
+        raise TransportError(
+            f"MRR601: partition={str(partition)[:200]} must be 'round_robin' or the samples of each rank, a list of integers."
+        ) from error
+
+
 def partition_samples(num_samples: int, *, dp_size: int, partition: Partition) -> tuple[tuple[int, ...], ...]:
     """Return the samples of each data-parallel rank; the same result wherever it is computed.
 
@@ -217,7 +232,7 @@ def partition_samples(num_samples: int, *, dp_size: int, partition: Partition) -
         return tuple(tuple(range(rank, num_samples, dp_size)) for rank in range(dp_size))
     if isinstance(partition, str):
         raise TransportError(f"MRR601: partition={partition!r} must be 'round_robin' or the samples of each rank.")
-    samples = tuple(tuple(int(sample) for sample in of_rank) for of_rank in partition)
+    samples = as_samples(partition)
     flat = [sample for of_rank in samples for sample in of_rank]
     if len(samples) != dp_size or len(set(flat)) != len(flat) or not set(flat) <= set(range(num_samples)):
         raise TransportError(

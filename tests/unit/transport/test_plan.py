@@ -19,6 +19,8 @@ FORMAT = TraceFormat(layer_numbers=(2, 3, 5), topk=8, num_experts=128)
     ("partition", "message"),
     [
         ("by_length", "must be 'round_robin'"),
+        ([0, 1], "a list of integers"),
+        ([[0.9], [1]], "a list of integers"),
         ([[0], [0]], "each of 0..2 at most once"),
         ([[0], [3]], "each of 0..2 at most once"),
         ([[-1], [0]], "each of 0..2 at most once"),
