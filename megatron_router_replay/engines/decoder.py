@@ -167,18 +167,4 @@ def _is_list(values: Any) -> bool:
 
 def _is_flat(prompts: Any) -> bool:
     """Return whether this is one list of token ids, the prompt of all samples, and not a list of such lists."""
-<<<<<<< HEAD
-    if not _is_list(prompts) or not len(prompts):
-        return False
-    return not hasattr(prompts[0], "__len__") or getattr(prompts[0], "ndim", None) == 0
-
-
-def _is_list(values: Any) -> bool:
-    """Return whether values are a list or an array with entries by index."""
-    if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__"):
-        return False
-    # Arrays of no dimension have a length method as well, and are ids.
-    return hasattr(values, "__getitem__") and getattr(values, "ndim", 1) > 0
-=======
     return _is_list(prompts) and len(prompts) > 0 and not _is_list(prompts[0])
->>>>>>> att3

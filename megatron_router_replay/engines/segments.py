@@ -73,17 +73,10 @@ class RoutingSegments:
                 "MRR315: RoutingSegments: a turn has no token ids, so nothing proves that it is of this conversation: have "
                 "the engine return ids, or decode with token_ids=."
             )
-<<<<<<< HEAD
-        if trace.sequence_lengths not in (None, (len(trace),)):
-            raise PayloadError(
-                f"MRR315: RoutingSegments: a turn is one sample, this trace has {len(trace.sequence_lengths)}: append each "
-                "of trace.samples() to the segments of its own conversation."
-=======
         if trace.sequence_lengths is not None and len(trace.sequence_lengths) != 1:
             raise PayloadError(
                 f"MRR312: RoutingSegments: a turn is one sample, and this trace has {len(trace.sequence_lengths)}: append "
                 "each of trace.samples() to RoutingSegments of its own."
->>>>>>> att3
             )
         new, old = trace.to("cpu"), self._trace
         # A row without a route has no weights that chose it.
@@ -93,7 +86,6 @@ class RoutingSegments:
             self._trace = new
             return
         _check_history(old, new)
-        old, new = _with_versions_of(old, new), _with_versions_of(new, old)
         # A turn may be shorter than the tokens so far, when it was requested again.
         rows = torch.arange(max(len(old), len(new)))
         shared = min(len(old), len(new))
@@ -129,13 +121,6 @@ def _check_history(old: RoutingTrace, new: RoutingTrace) -> None:
             f"{int(old.token_ids[token])} there. Was the history edited or tokenised anew between turns? Send the ids of the "
             "earlier turns, or begin a new RoutingSegments."
         )
-
-
-def _with_versions_of(trace: RoutingTrace, other: RoutingTrace) -> RoutingTrace:
-    """Return a trace that lacks weight versions with -1 if it has no route, such as that of an aborted turn."""
-    if trace.weight_version is not None or other.weight_version is None or bool(trace.replay_mask.any()):
-        return trace
-    return trace._with(weight_version=torch.full_like(other.weight_version[:1], -1).expand(len(trace)))
 
 
 def join_prefill_decode(

@@ -164,7 +164,7 @@ def _header(file: Any) -> tuple[TraceHeader, dict[str, str]]:
             )
         header, checksums = TraceHeader.from_json(values["header"]), dict(values["checksums"])
         is_intact = checksums["header"] == _header_checksum(header) and {*header.empty(0)} <= {*checksums}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise StoreError("MRR503: its header cannot be read: the file was altered.") from error
     if not is_intact:
         raise StoreError("MRR503: the checksum of its header is wrong: the file was altered.")

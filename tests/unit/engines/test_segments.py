@@ -73,7 +73,6 @@ def test_real_turns_of_vllm():
         (trace_of(5, token_ids=[4, 5, 6, 9, 1]), r"MRR315: .*token 3 is 9, an earlier segment had 7"),
         (trace_of(2, token_ids=[4, 9]), r"MRR315: .*token 1 is 9, an earlier segment had 5"),
         (trace_of(5, weight_version=None), "MRR107: .*trace 0 has weight_version, trace 1 has none"),
-        (trace_of(5)._with(sequence_lengths=(4, 1)), r"MRR315: .*a turn is one sample, this trace has 2"),
         (trace_of(5, token_ids=None), "MRR315: .*a turn has no token ids, so nothing proves"),
         (trace_of(5, layers=(1, 3)), r"layer_numbers=.* of different models"),
         ({"choices": []}, "MRR101: .*cannot append a dict: decode the reply first"),

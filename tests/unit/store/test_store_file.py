@@ -136,6 +136,7 @@ def test_one_flipped_bit_of_a_tensor_raises_also_where_a_slice_leaves_it_out(tmp
     [
         ({"header": HEADER.replace("[1, 3]", "[1, 4]")}, "MRR503: .* the checksum of its header is wrong"),
         ({"header": HEADER.replace('"num_tokens": 3', '"num_tokens": 4')}, "MRR503: .* its header cannot be read"),
+        ({"version": "[" * 100_000}, "MRR503: .* its header cannot be read"),
         ({"version": "5"}, "MRR502: .* version 5; this package reads version 4"),
         ({"fields": FIELDS.replace("[3,2,2]", "[2,3,2]")}, r"MRR503: .* topk_indices is \[2, 3, 2\] torch.uint8"),
         ({"fields": FIELDS.replace("U8", "I8")}, r"MRR503: .* topk_indices is \[3, 2, 2\] torch.int8"),
