@@ -194,6 +194,13 @@ def test_parts_of_two_layouts_compare_by_global_rows():
         mrr.diff_traces([whole, big_trace(seed=1)], whole)
 
 
+def test_parts_of_different_batches_are_not_one_trace():
+    stages = [big_trace(21).select_layers(numbers) for numbers in ([2, 3], [4, 5, 6])]
+    parts = [stages[0].with_samples((10, 11)), stages[1].with_samples((11, 10))]
+    with pytest.raises(TraceError, match="MRR107: cannot merge parts with different sequence_lengths"):
+        mrr.diff_traces(parts, big_trace(21))
+
+
 def test_files_of_several_blocks_give_the_same_counts_and_first_rows(tmp_path, monkeypatch):
     a = make_trace(40_000, layer_numbers=(1, 2), topk=1, token_ids=torch.arange(40_000))
     routes = a.topk_indices.clone()
