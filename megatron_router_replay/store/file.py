@@ -100,6 +100,8 @@ def load_trace(
         if layer_numbers is not None:
             trace = trace.select_layers(layer_numbers)
         if rows is not None:
+            if not isinstance(rows, slice):
+                raise StoreError(f"MRR106: rows={shown(rows)} is no slice: give slice(start, stop).")
             start, stop = rows.start or 0, trace.num_tokens if rows.stop is None else rows.stop
             if rows.step not in (None, 1) or not 0 <= start <= stop <= trace.num_tokens:
                 raise StoreError(

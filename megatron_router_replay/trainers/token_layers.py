@@ -106,4 +106,4 @@ def _layers(ids: Tensor, topk: int) -> Tensor:
     places = torch.zeros(len(ids), _num_layers(topk) * topk, dtype=torch.int64)
     for i in range(_BYTES):
         places[:, i] = (ids.cpu().to(torch.int64) >> 8 * i) & 255
-    return (places ^ _ROW).view(len(ids), -1, topk)
+    return (places ^ _ROW).view(len(ids), _num_layers(topk), topk)

@@ -44,7 +44,7 @@ from megatron_router_replay.transport.plan import (
     Partition,
     Place,
     TransportError,
-    as_samples,
+    as_partition,
     plan_buckets,
     plan_routes,
 )
@@ -150,9 +150,7 @@ class RouteGroup:
             header = {
                 "format": source.format.to_json(),
                 "sequence_lengths": [int(length) for length in source.sequence_lengths],
-                "partition": partition
-                if isinstance(partition, str)
-                else [[*of_rank] for of_rank in as_samples(partition)],
+                "partition": as_partition(partition),
                 "times": self.times.take(),
             }
         self._sending = Future()

@@ -244,15 +244,15 @@ class RecordedRoutes(Strategy):
             for rows, tokens in zip(self._rows_of(index), [each.token_ids for each in microbatches]):
                 if tokens is not None:
                     any_known = True
-                    known = rows >= 0
-                    rows, tokens = rows[known], tokens[known].to(torch.int32)
-                    differ = (token_ids[rows] >= 0) & (token_ids[rows] != tokens)
+                    known = (rows >= 0) & (tokens >= 0)
+                    at, ids = rows[known], tokens[known].to(torch.int32)
+                    before, token_ids[at] = token_ids[at], ids
+                    differ = ((before >= 0) & (before != ids)) | (token_ids[at] != ids)
                     if bool(differ.any()):
                         raise TraceError(
-                            f"MRR422: row {int(rows[differ][0])} was recorded with different tokens, last in chunk {index}: "
-                            "every chunk must run the same micro-batches in the same order, and a row is recorded once."
+                            f"MRR422: row {int(at[differ][0])} was routed for two different tokens, last in chunk {index}: "
+                            "run the micro-batches of all chunks in one order, and give each token a row of its own."
                         )
-                    token_ids[rows] = tokens
         return token_ids if any_known else None
 
 

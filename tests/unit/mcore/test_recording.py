@@ -67,7 +67,7 @@ def test_a_row_that_one_chunk_routed_and_the_other_did_not_raises():
 @pytest.mark.parametrize(
     ("of_first", "of_second", "message"),
     [
-        ([0, 1], [1, 0], "row 0 was recorded with different tokens, last in chunk 1"),
+        ([0, 1], [1, 0], "row 0 was routed for two different tokens, last in chunk 1"),
         ([0, 1], [0, 1, 2], "chunk 1 recorded samples of other lengths than the first chunk"),
     ],
 )
