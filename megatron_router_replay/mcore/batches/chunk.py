@@ -91,6 +91,17 @@ class Chunk:
         cp_size = max(1, len(ranks) // self._tp_size)  # a router may be given no group of both
         return replica, cp_size * parts, min(ranks)
 
+    @property
+    def forward_part(self) -> int:
+        """Number of this rank among those with parts of the same forwards, by sequence and context parallelism."""
+        group: Any = self.replayed_routers[0].router.tp_cp_group
+        split = self._tp_rank if self._sequence_parallel else 0
+        if group is None:
+            return split
+        # Tensor-parallel ranks are neighbours in it.
+        cp_rank = dist.get_process_group_ranks(group).index(dist.get_rank()) // self._tp_size
+        return cp_rank * self._tp_size + split
+
     def router_shape(self, batch_shape: tuple[int, int]) -> tuple[int, int]:
         """Return (positions, sequences) of what this rank's routers get for [b, s] tokens."""
         num_sequences, length = batch_shape
