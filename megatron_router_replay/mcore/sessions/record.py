@@ -226,8 +226,17 @@ class RecordedRoutes(Strategy):
             for rows, tokens in zip(self._rows_of(index), [each.token_ids for each in microbatches]):
                 if tokens is not None:
                     any_known = True
-                    known = rows >= 0
-                    token_ids[rows[known]] = tokens[known].to(torch.int32)
+                    known = (rows >= 0) & (tokens >= 0)
+                    at, ids = rows[known], tokens[known].to(torch.int32)
+                    before, token_ids[at] = token_ids[at], ids
+                    # Chunks that ran their micro-batches in different orders would mix the routes of two tokens; so would a
+                    # row that was given to both.
+                    differ = ((before >= 0) & (before != ids)) | (token_ids[at] != ids)
+                    if bool(differ.any()):
+                        raise TraceError(
+                            f"MRR422: row {int(at[differ][0])} was routed for two different tokens: run the micro-batches of "
+                            "all chunks in one order, and give each token a row of its own."
+                        )
         return token_ids if any_known else None
 
 
@@ -256,8 +265,8 @@ class RecordSession(Session):
                 leave it first.
 
         Raises:
-            TraceError: the same row was routed twice to different experts, or in some layers only; a row is num_tokens
-                or more.
+            TraceError: the same row was routed twice to different experts or for different tokens, or in some layers only;
+                a row is num_tokens or more.
             ReplayStateError: num_tokens is None, there are several ranks, and the session is still open or was left by an
                 exception.
         """

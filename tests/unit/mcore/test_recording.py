@@ -53,6 +53,29 @@ def test_layers_stand_in_order_in_one_trace_also_if_the_chunks_do_not():
     assert recording.report.microbatches == 1  # of the first chunk
 
 
+def test_chunks_that_ran_their_micro_batches_in_different_orders_raise():
+    stages, batches = virtual_stages(), [torch.tensor([[5, 6, 7]]), torch.tensor([[1, 2, 3]])]
+    with mrr.record(stages, padding_token_ids=[]) as recording:
+        for stage, order in zip(stages, (batches, batches[::-1])):
+            for batch in order:
+                stage(batch)
+    with pytest.raises(TraceError, match="MRR422: row 0 was routed for two different tokens"):
+        recording.trace()
+
+
+def test_a_row_that_was_given_to_two_tokens_raises():
+    with mrr.record(chunk := Chunk()) as recording:
+        recording.microbatch(torch.tensor([[0, 0]]))
+        chunk(torch.tensor([[5, 5]]))
+    assert recording.trace().token_ids.tolist() == [5]
+    chunk.embedding.data[6] = chunk.embedding.data[5]  # so that both have the same experts
+    with mrr.record(chunk) as recording:
+        recording.microbatch(torch.tensor([[0, 0]]))
+        chunk(torch.tensor([[5, 6]]))
+    with pytest.raises(TraceError, match="MRR422: row 0 was routed for two different tokens"):
+        recording.trace()
+
+
 def test_a_row_that_one_chunk_routed_and_the_other_did_not_raises():
     stages = virtual_stages()
     with mrr.record(stages) as recording:
