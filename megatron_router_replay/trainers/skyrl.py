@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_router_replay.errors import PayloadError
 from megatron_router_replay.trainers import follow, token_layers
 from megatron_router_replay.trainers.seams import Seam, hook, take, when_imported
 
@@ -69,6 +70,8 @@ def _with_tokens(generator_output: Any) -> list[Any]:
     fields = take(DRIVER, generator_output, "prompt_token_ids", "response_ids", "loss_masks", FIELD)
     with_tokens = []
     for i, (prompt, response, loss_mask, rows) in enumerate(zip(*fields, strict=True)):
+        if rows is None:
+            raise PayloadError(f"MRR802: sample {i} came without routes. Turn replay off, or leave this sample out.")
         ids, values = torch.as_tensor([*prompt, *response]), torch.as_tensor(np.asarray(rows))
         last_trained = max((at for at, is_trained in enumerate(loss_mask, len(prompt)) if is_trained), default=0)
         # The engine did not run its last token, and SkyRL may have appended and trained an EOS after it.

@@ -103,7 +103,8 @@ def _num_layers(topk: int) -> int:
 
 def _layers(ids: Tensor, topk: int) -> Tensor:
     """Return [T, layers, topk] int64: the bytes of ids."""
-    places = torch.zeros(len(ids), _num_layers(topk) * topk, dtype=torch.int64)
+    count = _num_layers(topk)
+    places = torch.zeros(len(ids), count * topk, dtype=torch.int64)
     for i in range(_BYTES):
         places[:, i] = (ids.cpu().to(torch.int64) >> 8 * i) & 255
-    return (places ^ _ROW).view(len(ids), -1, topk)
+    return (places ^ _ROW).view(len(ids), count, topk)

@@ -347,6 +347,25 @@ def test_token_ids_travel_with_routes_of_any_topk(topk, dtype):
         assert bool((back[5] == -1).all())
 
 
+def test_a_message_without_tokens_is_joined_with_the_others():
+    """As NeMo-RL does: an observation may be empty, and newer NeMo-RLs give every message rows of routes."""
+    log = [
+        {"token_ids": torch.arange(length), "routed_experts": torch.ones(length, 3, 2, dtype=torch.int16)}
+        for length in (2, 0, 3)
+    ]
+    nemo_rl._add_tokens(log, sample=0)
+    values, ids = (torch.cat([message[name] for message in log]) for name in ("routed_experts", "token_ids"))
+    assert torch.equal(token_layers.remove(values, ids, sample=0, at_least=5), torch.ones(5, 3, 2, dtype=torch.int16))
+
+
+def test_a_sample_without_routes_or_tokens():
+    reply = {"prompt_token_ids": [[1]], "response_ids": [[2]], "loss_masks": [[1]], "rollout_expert_indices": [None]}
+    with pytest.raises(PayloadError, match="MRR802: sample 0 came without routes"):
+        skyrl._with_tokens(reply)
+    none = token_layers.remove(torch.zeros(0, 5, 2), torch.arange(0), sample=0, at_least=0)
+    assert none.shape == (0, 3, 2)
+
+
 @pytest.mark.parametrize("name", rebuilt.SOURCES)
 def test_whatever_a_trainer_renames_is_named(name, tmp_path, capsys):
     check_renames(name, write(tmp_path, rebuilt.SOURCES[name]), capsys)
