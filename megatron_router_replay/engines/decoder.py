@@ -106,7 +106,7 @@ class Decoder(ReplyReader):
         }
         given = {name: values for name, values in given.items() if values is not None}
         for name, values in given.items():
-            if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__"):
+            if not _is_list(values):
                 raise PayloadError(
                     f"MRR312: {name} is {type(values).__name__}, expected a list with one entry a sample."
                 )
@@ -147,6 +147,8 @@ class Decoder(ReplyReader):
         if not has_routes and not reply.aborted:
             raise reply.source.error(lost)
         reply = self.corrected(reply, model)
+        if not has_routes:  # nor a version that chose them, whatever names the caller's numbers are for
+            options = replace(options, weight_version=None)
         tokens = resolve_tokens(reply, options)
         # An aborted request that had generated tokens had routes for them.
         may_be_empty = reply.aborted and tokens.nothing_generated
@@ -157,9 +159,12 @@ class Decoder(ReplyReader):
         return SampleRows(source=reply.source, layout=layout, tokens=tokens, options=options, may_be_empty=may_be_empty)
 
 
+def _is_list(values: Any) -> bool:
+    """Return whether values are a list, a tuple, or an array with an axis."""
+    has_items = hasattr(values, "__len__") and hasattr(values, "__getitem__")
+    return has_items and not isinstance(values, (str, bytes, Mapping)) and getattr(values, "ndim", 1) > 0
+
+
 def _is_flat(prompts: Any) -> bool:
     """Return whether this is one list of token ids, the prompt of all samples, and not a list of such lists."""
-    if isinstance(prompts, (str, bytes, Mapping)) or not hasattr(prompts, "__len__") or not len(prompts):
-        return False
-    # Arrays of no dimension have a length method as well, and are ids.
-    return not hasattr(prompts[0], "__len__") or getattr(prompts[0], "ndim", None) == 0
+    return _is_list(prompts) and len(prompts) > 0 and not _is_list(prompts[0])

@@ -58,7 +58,7 @@ class RoutingSegments:
             withdrawn: raises; `weight_version` is an option of `decode`.
 
         Raises:
-            PayloadError: token ids that are missing or differ from those already known.
+            PayloadError: token ids that are missing or differ from those already known; a trace of several samples.
             TraceError: another model's trace, or only some turns have weight versions.
         """
         check_withdrawn(
@@ -72,6 +72,11 @@ class RoutingSegments:
             raise PayloadError(
                 "MRR315: RoutingSegments: a turn has no token ids, so nothing proves that it is of this conversation: have "
                 "the engine return ids, or decode with token_ids=."
+            )
+        if trace.sequence_lengths is not None and len(trace.sequence_lengths) != 1:
+            raise PayloadError(
+                f"MRR312: RoutingSegments: a turn is one sample, and this trace has {len(trace.sequence_lengths)}: append "
+                "each of trace.samples() to RoutingSegments of its own."
             )
         new, old = trace.to("cpu"), self._trace
         # A row without a route has no weights that chose it.

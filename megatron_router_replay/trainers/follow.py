@@ -26,7 +26,7 @@ from torch import nn
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, PayloadError, ReplayStateError, RouterReplayError
 from megatron_router_replay.trace import RoutingTrace
-from megatron_router_replay.trainers.seams import Seam, hook
+from megatron_router_replay.trainers.seams import Seam, hook, take
 
 if TYPE_CHECKING:
     from megatron_router_replay.trainers.audit import Findings
@@ -245,6 +245,22 @@ def install_by_flags(trainer: str, args: Any, replays: Callable[[], bool], optio
     if getattr(args, "allgather_cp", False):
         layout["cp_partition_mode"] = "contiguous"
     return install(trainer, replays, {**layout, **options})
+
+
+def samples_of(seam: Seam, rollout_data: Any, field: str) -> tuple[Any, Any]:
+    """Return the tokens and routes of a rollout of slime or miles, one of each for a sample.
+
+    Raises:
+        PayloadError: the rollout has no routes, which both trainers leave out if its first sample has none.
+        SeamError: it has no tokens.
+    """
+    if field not in rollout_data:
+        raise PayloadError(
+            f"MRR802: this rollout has no {field}: its first sample came without routes. SGLang sends them with "
+            "--use-rollout-routing-replay; a generate function of your own, or a rollout from a file, must keep them."
+        )
+    tokens, routes = take(seam, rollout_data, "tokens", field)
+    return tokens, routes
 
 
 def uninstall() -> None:

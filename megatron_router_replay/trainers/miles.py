@@ -10,7 +10,7 @@ import importlib
 from typing import Any
 
 from megatron_router_replay.trainers import follow
-from megatron_router_replay.trainers.seams import Seam, hook, take
+from megatron_router_replay.trainers.seams import Seam, hook
 
 FIELD = "rollout_routed_experts"
 BASE = "miles.utils.replay_base"
@@ -59,7 +59,7 @@ def replays() -> bool:
 def _fill(original: Any, *, rollout_data: Any, data_key: str, models: Any, **others: Any) -> None:
     if data_key == FIELD:
         replay = follow.active()
-        replay.enter(models, lambda: take(FILL, rollout_data, "tokens", FIELD))
+        replay.enter(models, lambda: follow.samples_of(FILL, rollout_data, FIELD))
         if not replay.audits:
             del rollout_data[FIELD]
             return

@@ -71,7 +71,10 @@ def _with_tokens(generator_output: Any) -> list[Any]:
     with_tokens = []
     for i, (prompt, response, loss_mask, rows) in enumerate(zip(*fields, strict=True)):
         if rows is None:
-            raise PayloadError(f"MRR802: sample {i} came without routes. Turn replay off, or leave this sample out.")
+            raise PayloadError(
+                f"MRR802: sample {i} has {len(prompt) + len(response)} tokens, and no routes while others have: it was not "
+                "generated. Drop it from the batch."
+            )
         ids, values = torch.as_tensor([*prompt, *response]), torch.as_tensor(np.asarray(rows))
         last_trained = max((at for at, is_trained in enumerate(loss_mask, len(prompt)) if is_trained), default=0)
         # The engine did not run its last token, and SkyRL may have appended and trained an EOS after it.
@@ -100,14 +103,30 @@ def _samples(micro_batches: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
     """Return tokens [T] and routes [T, layers, topk] of each sample, -1 where SkyRL filled."""
     tokens: list[Tensor] = []
     routes: list[Tensor] = []
+    padding: list[tuple[Tensor, Tensor]] = []
     for batch in micro_batches:
         ids, mask, experts = take(PASSES[0], batch, "sequences", "attention_mask", FIELD)
-        for row, real, rows in zip(ids.cpu(), mask.cpu().bool(), experts.cpu()):
-            # SkyRL fills a micro-batch up with rows of a single token that has no route: they are padding.
-            if int(real.sum()) > 1:
-                tokens.append(row[real])
-                routes.append(token_layers.remove(rows[real], row[real], sample=len(routes)))
+        loss_mask = batch.get("loss_mask")
+        for i, (row, real, rows) in enumerate(zip(ids.cpu(), mask.cpu().bool(), experts.cpu())):
+            own, values = row[real], rows[real]
+            # Passes for log-probs have no loss mask; what lost its routes there raises in the pass that trains.
+            is_trained = loss_mask is not None and bool(loss_mask[i].any())
+            if _is_padding(values) and not is_trained:
+                padding.append((own, token_layers.without(values).to(torch.int16).fill_(-1)))
+            else:
+                tokens.append(own)
+                routes.append(token_layers.remove(values, own, sample=len(routes)))
+    # A sample that begins with the same tokens has routes for them; a token 0 is padding in any batch.
+    for own, values in padding:
+        if bool(own.any()) and not any(torch.equal(part[: len(own)], own) for part in tokens):
+            tokens.append(own)
+            routes.append(values)
     return tokens, routes
+
+
+def _is_padding(values: Tensor) -> bool:
+    """Return whether SkyRL made a row to fill a batch up: of a single token, or a copy of a sample with filler alone."""
+    return len(values) == 1 or bool((values == torch.arange(values.shape[2])).all())
 
 
 install()

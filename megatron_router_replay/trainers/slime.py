@@ -10,7 +10,7 @@ import os
 from typing import Any
 
 from megatron_router_replay.trainers import follow
-from megatron_router_replay.trainers.seams import Seam, hook, take
+from megatron_router_replay.trainers.seams import Seam, hook
 
 FIELD = "rollout_routed_experts"
 ACTOR = "slime.backends.megatron_utils.actor"
@@ -55,7 +55,7 @@ def replays() -> bool:
 
 def _fill(original: Any, self: Any, data_iterator: Any, num_microbatches: Any, rollout_data: Any) -> None:
     replay = follow.active()
-    replay.enter(self.model, lambda: take(FILL, rollout_data, "tokens", FIELD))
+    replay.enter(self.model, lambda: follow.samples_of(FILL, rollout_data, FIELD))
     if replay.audits:
         original(self, data_iterator, num_microbatches, rollout_data)
     else:

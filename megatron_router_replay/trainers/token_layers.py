@@ -103,8 +103,7 @@ def _num_layers(topk: int) -> int:
 
 def _layers(ids: Tensor, topk: int) -> Tensor:
     """Return [T, layers, topk] int64: the bytes of ids."""
-    count = _num_layers(topk)
-    places = torch.zeros(len(ids), count * topk, dtype=torch.int64)
+    places = torch.zeros(len(ids), _num_layers(topk) * topk, dtype=torch.int64)
     for i in range(_BYTES):
         places[:, i] = (ids.cpu().to(torch.int64) >> 8 * i) & 255
-    return (places ^ _ROW).view(len(ids), count, topk)
+    return (places ^ _ROW).view(len(ids), _num_layers(topk), topk)

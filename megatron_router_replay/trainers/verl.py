@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 import megatron_router_replay as mrr
-from megatron_router_replay.errors import LayoutError, ReplayStateError, SeamError
+from megatron_router_replay.errors import LayoutError, PayloadError, ReplayStateError, SeamError
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trainers import follow, token_layers
 from megatron_router_replay.trainers.seams import Seam, hook, when_imported
@@ -84,6 +84,13 @@ def _with_tokens(postprocess: Any, output: Any, *args: Any, **kwargs: Any) -> An
         # An engine may send zeros for tokens that it did not run, after those that trained tokens depend on.
         trained = [at for at, is_trained in enumerate(each.response_mask, len(each.prompt_ids)) if is_trained]
         needed = max(trained, default=1)
+        unrouted = (rows[:needed] == -1).flatten(1).all(dim=1).nonzero()
+        if trained and unrouted.numel():
+            raise PayloadError(
+                f"MRR802: sample {i} has no route at position {int(unrouted[0])}, which trained tokens depend on "
+                f"({len(unrouted)} of {needed} rows are -1): the engine did not keep the routes of a cached prefix. Turn its "
+                "prefix cache off, or leave this sample out of the loss."
+            )
         sent = (rows[needed:] > 0).flatten(1).any(dim=1).nonzero()
         rows = rows[: needed + (int(sent[-1]) + 1 if sent.numel() else 0)]
         each.routed_experts = token_layers.add(rows, ids, sample=i, at_least=needed)

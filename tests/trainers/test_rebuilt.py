@@ -58,9 +58,9 @@ def samples():
     return oracle.rollout(0)
 
 
-def passes(chunks, seen, ids, schedule, *, forward_only, packs=False):
-    """Run a pass: four micro-batches of two samples or one, padded on the right or packed."""
-    batches = [[ids[i] for i in part] for part in ((2, 3), (0, 1), (4,), (5,))]
+def passes(chunks, seen, ids, schedule, *, forward_only, packs=False, parts=((2, 3), (0, 1), (4,), (5,))):
+    """Run a pass: micro-batches of two samples or one, padded on the right or packed."""
+    batches = [[ids[i] for i in part] for part in parts]
 
     def forward_step(iterator, model):
         parts, params = next(iterator), None
@@ -83,7 +83,7 @@ def passes(chunks, seen, ids, schedule, *, forward_only, packs=False):
             forward_step_func=forward_step,
             data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
             model=chunks if len(chunks) > 1 else chunks[0],
-            num_microbatches=4,
+            num_microbatches=len(parts),
             seq_length=16,
             micro_batch_size=2,
             forward_only=forward_only,
@@ -212,6 +212,43 @@ def test_rows_that_were_moved_between_driver_and_worker_raise(name, move, traine
     """Their tokens' ids travel with them, so that a single row is enough."""
     with pytest.raises(PayloadError, match=r"MRR802: sample [0-2]: (the routes at|rows of routes)"):
         run_attacked(name, chunks, monkeypatch, move=MOVES[move])
+
+
+@pytest.mark.parametrize("name", ["skyrl"])
+def test_rows_that_skyrl_fills_a_batch_up_with_run_live(name, trainer, chunks):
+    """A copy of the first sample, and a micro-batch of one random token: neither has a route, and nothing is trained."""
+    skyrl.install()
+    from skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper import MegatronModelWrapper
+
+    ids, routes = samples()
+    values = token_layers.add(routes[0], ids[0], sample=0)
+    filler, real = torch.arange(oracle.TOPK).to(values.dtype).expand(len(ids[0]), values.shape[1], -1), values.clone()
+    real = torch.cat([real, filler[len(real) :]])
+    mask, random = torch.ones_like(ids[0]), ids[1][:1].expand(len(ids[0]))
+    batches = [
+        {"sequences": tokens[None], "attention_mask": mask[None], "rollout_expert_indices": rows[None], **more}
+        for tokens, mask, rows, more in (
+            (ids[0], mask, filler, {"loss_mask": torch.zeros(1, 3)}),  # before the sample: its rows must not win
+            (ids[0], mask, real, {"loss_mask": torch.ones(1, 3)}),
+            (random, (mask.cumsum(0) == 1).long(), filler, {"loss_mask": torch.zeros(1, 3)}),
+        )
+    ]
+
+    def run(schedule, *, forward_only):
+        return passes(
+            chunks, seen, [ids[0], ids[0], ids[1][:1]], schedule, forward_only=forward_only, parts=((0, 1), (2,))
+        )
+
+    with oracle.watched(chunks, oracle.routes_of_tokens(ids[:1], routes[:1])) as seen:
+        model = MegatronModelWrapper(chunks)
+        model.forward(batches, run, replays=True)
+        model.forward_backward_mini_batch(batches, run)
+        lost = [{**each, "loss_mask": torch.ones(1, 3)} for each in batches[:1]]
+        with pytest.raises(PayloadError, match="MRR802: sample 0: rows of routes were lost"):
+            model.forward_backward_mini_batch(lost, run)
+    log_probs, train = seen.counts()
+    assert log_probs["no grad"] == (36, 0)  # two samples of six rows, in three layers
+    assert train["train"] == (36, 0)
 
 
 def test_samples_that_no_pass_replayed_raise_at_the_next_rollout(trainer, chunks):
@@ -358,12 +395,27 @@ def test_a_message_without_tokens_is_joined_with_the_others():
     assert torch.equal(token_layers.remove(values, ids, sample=0, at_least=5), torch.ones(5, 3, 2, dtype=torch.int16))
 
 
-def test_a_sample_without_routes_or_tokens():
-    reply = {"prompt_token_ids": [[1]], "response_ids": [[2]], "loss_masks": [[1]], "rollout_expert_indices": [None]}
-    with pytest.raises(PayloadError, match="MRR802: sample 0 came without routes"):
+@pytest.mark.parametrize("topk", [1, 4])
+def test_a_sample_without_tokens_has_no_rows(topk):
+    values, ids = torch.zeros(0, 5, topk, dtype=torch.int16), torch.zeros(0, dtype=torch.int64)
+    assert token_layers.remove(values, ids, sample=0, at_least=0).shape == (0, {1: 2, 4: 4}[topk], topk)
+
+
+@pytest.mark.parametrize("name", ["skyrl"])
+def test_a_sample_of_skyrl_that_was_never_generated_is_named(name, trainer):
+    reply = {"prompt_token_ids": [[1, 2]], "response_ids": [[]], "loss_masks": [[]], "rollout_expert_indices": [None]}
+    with pytest.raises(PayloadError, match="MRR802: sample 0 has 2 tokens, and no routes"):
         skyrl._with_tokens(reply)
-    none = token_layers.remove(torch.zeros(0, 5, 2), torch.arange(0), sample=0, at_least=0)
-    assert none.shape == (0, 3, 2)
+
+
+@pytest.mark.parametrize("name", ["slime", "miles"])
+def test_a_rollout_without_routes_is_not_taken_for_a_trainer_that_moved(name, trainer, chunks):
+    {"slime": slime, "miles": miles}[name].init(ARGS)
+    module = __import__(f"{name}.backends.megatron_utils.actor", fromlist=["actor"])
+    actor = object.__new__(module.MegatronTrainRayActor)
+    actor.model = chunks
+    with pytest.raises(PayloadError, match="MRR802: this rollout has no rollout_routed_experts"):
+        actor.train_actor({"tokens": samples()[0]}, None)
 
 
 @pytest.mark.parametrize("name", rebuilt.SOURCES)

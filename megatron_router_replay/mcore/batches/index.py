@@ -148,7 +148,7 @@ class PrefixIndex:
             runs = PaddingRuns(pad(self.token_ids, (1, 1), value=-1), key).leading(ends - lengths, ends)
             begins = torch.isin(self.token_ids[ends - lengths], torch.tensor(key, device=lengths.device))
             runs = torch.where(runs == 0, lengths, runs)[begins]  # 0: it has no other token
-            self._start_runs[key] = tuple(runs.unique().tolist())
+            self._start_runs[key] = tuple(sorted(set(runs.tolist())))
         return self._start_runs[key]
 
     def find(self, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -196,9 +196,8 @@ def index_of(trace: RoutingTrace) -> PrefixIndex:
     """
     trace.check_unchanged()  # else a kept index may be of former tokens
     if "index" not in trace.derived:
-        assert (
-            trace.token_ids is not None and trace.sequence_lengths is not None
-        )  # a replay without them follows no forward
+        assert trace.token_ids is not None  # without these, no replay follows tokens
+        assert trace.sequence_lengths is not None
         if num_unknown := int((trace.token_ids < 0).sum()):
             raise TraceError(
                 f"MRR108: cannot find rows by tokens: {num_unknown} rows of the trace have no token id. Another rank routed "

@@ -143,7 +143,7 @@ class _Search:
             is_leftmost = starts == segments.start
             is_explained &= is_known | is_leftmost
             if self._padding is None:  # left and right padding repeat the same token id
-                is_appended = is_whole & (extra == 0) & (padding == 1)
+                is_appended = (is_whole > extra) & (padding == 1)
                 is_explained &= is_leftmost | (padding == 0) | (last == before) | is_appended
         located = Located(
             start=first - segments.start,

@@ -93,6 +93,11 @@ def test_rows_are_needed_up_to_the_one_that_predicts_the_last_trained_token():
         PayloadError, match=r"sample 0 has 9 tokens, and its routes are \[6, 3, 2\].* with 7 rows at least"
     ):
         num_rows(ones[:6], [1, 1, 1, 0])
+    unrouted = [torch.where(torch.arange(9).view(9, 1, 1) == lost, -1, ones) for lost in range(9)]
+    for lost in (0, 6):
+        with pytest.raises(PayloadError, match=rf"MRR802: sample 0 has no route at position {lost}, which"):
+            num_rows(unrouted[lost], [1, 1, 1, 0])
+    assert [num_rows(unrouted[lost], [1, 1, 1, 0]) for lost in (7, 8)] == [9, 8]
 
 
 @pytest.mark.parametrize("padded", [False, True])

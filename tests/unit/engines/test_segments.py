@@ -89,6 +89,22 @@ def test_a_turn_of_another_history_or_model_is_refused(turn, message):
     assert segments.trace().weight_version.tolist() == [3, 4, 4, 4, 5]
 
 
+def test_several_samples_are_no_turn():
+    """The choices of a response, for example: joined, they would be one sequence."""
+    two = trace_of(5).with_samples((3, 2))
+    with pytest.raises(PayloadError, match=r"MRR312: RoutingSegments: a turn is one sample, and this trace has 2"):
+        RoutingSegments().append(two)
+
+
+@pytest.mark.parametrize("aborted_first", [True, False])
+def test_an_aborted_turn_has_no_weights(aborted_first):
+    aborted, turn = trace_of(3, replay_mask=[False] * 3, weight_version=None), trace_of(5)
+    segments = RoutingSegments()
+    for each in (aborted, turn) if aborted_first else (turn, aborted):
+        segments.append(each)
+    assert segments.trace().weight_version.tolist() == [5] * 5
+
+
 # The replies of a prefill and a decode server
 
 P, G = 20, 21

@@ -53,29 +53,6 @@ def test_layers_stand_in_order_in_one_trace_also_if_the_chunks_do_not():
     assert recording.report.microbatches == 1  # of the first chunk
 
 
-def test_chunks_that_ran_their_micro_batches_in_different_orders_raise():
-    stages, batches = virtual_stages(), [torch.tensor([[5, 6, 7]]), torch.tensor([[1, 2, 3]])]
-    with mrr.record(stages, padding_token_ids=[]) as recording:
-        for stage, order in zip(stages, (batches, batches[::-1])):
-            for batch in order:
-                stage(batch)
-    with pytest.raises(TraceError, match="MRR422: row 0 was routed for two different tokens"):
-        recording.trace()
-
-
-def test_a_row_that_was_given_to_two_tokens_raises():
-    with mrr.record(chunk := Chunk()) as recording:
-        recording.microbatch(torch.tensor([[0, 0]]))
-        chunk(torch.tensor([[5, 5]]))
-    assert recording.trace().token_ids.tolist() == [5]
-    chunk.embedding.data[6] = chunk.embedding.data[5]  # so that both have the same experts
-    with mrr.record(chunk) as recording:
-        recording.microbatch(torch.tensor([[0, 0]]))
-        chunk(torch.tensor([[5, 6]]))
-    with pytest.raises(TraceError, match="MRR422: row 0 was routed for two different tokens"):
-        recording.trace()
-
-
 def test_a_row_that_one_chunk_routed_and_the_other_did_not_raises():
     stages = virtual_stages()
     with mrr.record(stages) as recording:
@@ -84,6 +61,24 @@ def test_a_row_that_one_chunk_routed_and_the_other_did_not_raises():
         recording.microbatch(ROWS[:, :3], stages[1])
         stages[1](tokens(2, 3))
     with pytest.raises(TraceError, match="row 3 was routed in some of this rank's chunks only"):
+        recording.trace()
+
+
+@pytest.mark.parametrize(
+    ("of_first", "of_second", "message"),
+    [
+        ([0, 1], [1, 0], "row 0 was routed for two different tokens, last in chunk 1"),
+        ([0, 1], [0, 1, 2], "chunk 1 recorded samples of other lengths than the first chunk"),
+    ],
+)
+def test_chunks_that_ran_different_micro_batches_raise(of_first, of_second, message):
+    """Each chunk numbers the tokens of its forwards: a row would have the routes of two tokens."""
+    stages = virtual_stages()
+    with mrr.record(stages) as recording:
+        for stage, seeds in zip(stages, (of_first, of_second)):
+            for seed in seeds:
+                stage(tokens(seed=seed))
+    with pytest.raises(TraceError, match=message):
         recording.trace()
 
 
