@@ -319,6 +319,14 @@ def test_equal_samples_use_the_first_and_are_counted() -> None:
     assert check(trace_of([A, B]), [B], [[4, 5, 6]]).segments_ambiguous == 0
 
 
+def test_of_equal_samples_one_with_routes_is_used() -> None:
+    """An aborted request, or a sample that fills a batch, may have no route where an equal one has."""
+    mask = torch.tensor([False] * 4 + [True, False] * 2 + [True] * 3 + [False])
+    trace = trace_of([A, A, A], routes=alike([A, A, A]).topk_indices, replay_mask=mask)
+    report = check(trace, [A], [[8, 9, 10, 11]])
+    assert (report.rows_replayed, report.segments_ambiguous) == (3, 1)
+
+
 def test_equal_samples_of_other_weights_raise_however_they_were_joined() -> None:
     """Rollouts of a prompt in two steps: their routes are alike, so the version alone shows them."""
     steps = [trace_of([A], weight_version=version) for version in (3, 4)]
