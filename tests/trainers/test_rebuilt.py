@@ -259,6 +259,13 @@ def test_samples_that_no_pass_replayed_raise_at_the_next_rollout(trainer, chunks
         follow.active().enter(chunks, samples)
 
 
+def test_samples_without_routes_among_others_are_named(trainer, chunks):
+    follow.install("slime", lambda: True, {})
+    ids, routes = samples()
+    with pytest.raises(PayloadError, match=r"MRR802: samples \[1, 3\] have no routes, and others have"):
+        follow.active().enter(chunks, lambda: (ids, [None if i in (1, 3) else part for i, part in enumerate(routes)]))
+
+
 def test_a_pass_that_replays_without_samples_raises(trainer, chunks):
     follow.install("slime", lambda: True, {})
     with pytest.raises(ReplayStateError, match="MRR809: a pass of slime replays, and no samples came in"):
