@@ -85,6 +85,17 @@ GROUPS = [
         rooms=("diagnostics", "testing"),
     ),
     Group(
+        name="transports that fail",
+        tests=("tests/functional/transport/test_faults.py", "tests/functional/transport/test_ray.py"),
+        sources=("tests/functional/transport/",),
+        rooms=("transport", "trace"),
+    ),
+    Group(
+        name="layouts of the tests' model",
+        tests=("tests/functional/testing/test_tiny_gpt.py",),
+        rooms=("testing",),
+    ),
+    Group(
         name="replies that are drawn",
         tests=("tests/unit/engines/test_random_replies.py",),
         sources=("tests/unit/engines/engine_payloads.py",),

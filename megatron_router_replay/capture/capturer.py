@@ -16,6 +16,7 @@ from megatron_router_replay.capture.buffer import UNSEEN, RoutingBuffer
 from megatron_router_replay.capture.forward import Forward, as_integers, find_input_module, named_inputs
 from megatron_router_replay.capture.log import RequestRows, StepLog
 from megatron_router_replay.capture.routers import CaptureError, RouterSite, check_sites, find_router_sites
+from megatron_router_replay.checks import as_integer
 from megatron_router_replay.trace import RoutingTrace
 
 
@@ -90,6 +91,8 @@ class Capturer:
         """
         if request_id is None or request_id in self._requests:
             raise CaptureError(f"MRR702: request id {request_id!r} is in use already, or None.")
+        num_prompt_tokens = as_integer("num_prompt_tokens", num_prompt_tokens, error=CaptureError)
+        num_cached_tokens = as_integer("num_cached_tokens", num_cached_tokens, error=CaptureError)
         if num_prompt_tokens < 1 or not 0 <= num_cached_tokens < num_prompt_tokens:
             raise CaptureError(
                 f"MRR702: request {request_id!r}: num_prompt_tokens={num_prompt_tokens} must be 1 or more and "
@@ -189,8 +192,9 @@ class Capturer:
         is_needed = np.arange(len(rows)) < max(len(ids) - 1, 1)
         is_needed[: request.num_cached_tokens] = False  # forwarded by an earlier request, if at all
         check_rows(f"request {request_id!r}", rows, ids, is_needed)
+        trace = self._trace([rows], ids, [len(ids)])
         del self._requests[request_id]
-        return self._trace([rows], ids, [len(ids)])
+        return trace
 
     def abort(self, request_id: Hashable) -> None:
         """Drop a request and its memory. Completions that share its prompt keep the prompt's rows.
@@ -245,7 +249,7 @@ class Capturer:
             topk_indices=np.concatenate(parts),
             layer_numbers=self._layer_numbers,
             num_experts=self._num_experts,
-            token_ids=token_ids.astype(np.int32),
+            token_ids=token_ids,
             sequence_lengths=tuple(lengths),
         )
 

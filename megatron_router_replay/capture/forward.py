@@ -98,7 +98,12 @@ def as_integers(values: Any) -> IntArray:
     Raises:
         CaptureError: its values are no integers.
     """
-    array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    try:
+        array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    except (ValueError, TypeError) as error:  # nested lists of several lengths
+        raise CaptureError(
+            f"MRR101: positions and token ids must be an array, got {type(values).__name__}: {error}"
+        ) from None
     if array.dtype.kind not in "iub" and array.size:
         raise CaptureError(f"MRR101: positions and token ids must be integers, got {array.dtype}.")
     return array.astype(np.int64, copy=False)

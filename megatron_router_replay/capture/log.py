@@ -48,12 +48,12 @@ class RequestRows:
     generation: list[Array] = field(default_factory=list)
 
     def write(self, tokens: Array, dtype: np.dtype[Any]) -> None:
-        """Store tokens of forwards, each with position, token_id and routes, as rows of `dtype`."""
+        """Store tokens of forwards, each with the fields of `dtype`, as its rows."""
         in_prompt = tokens["position"] < self.num_prompt_tokens
         for parts, own in ((self.prompt, tokens[in_prompt]), (self.generation, tokens[~in_prompt])):
             if len(own):
-                rows = np.ones(len(own), dtype)
-                for name in ("position", "token_id", "routes"):
+                rows = np.empty(len(own), dtype)
+                for name in ("position", "token_id", "routes", "is_written"):
                     rows[name] = own[name]
                 parts.append(rows)
 
@@ -84,7 +84,7 @@ class StepLog:
         shape = (len(layer_numbers), buffer.topk)
         ids = torch.empty(0, dtype=buffer.routes.dtype).numpy().dtype
         fields = [("number", np.int64), ("position", np.int64), ("token_id", np.int32), ("routes", ids, shape)]
-        self._token_dtype = np.dtype(fields)
+        self._token_dtype = np.dtype([*fields, ("is_written", np.bool_)])
         narrow = np.uint8 if index_dtype(num_experts) is torch.uint8 else np.int16
         self.row_dtype = np.dtype(
             [("position", np.int32), ("token_id", np.int32), ("routes", narrow, shape), ("is_written", np.bool_)]
@@ -154,9 +154,11 @@ class StepLog:
             stamps = stamps + np.asarray(forward.eager_stamps)
             # One call on all tokens, in every layer: else the step's rows may be another forward's.
             wrong = np.flatnonzero(stamps != CALL + num_tokens)
-            if not wrong.size:
-                parts.append(tokens)
-            elif len(tokens):
+            # They go on to their requests all the same, where they end the rows that earlier forwards wrote there: the
+            # route of a rejected draft is not that of the accepted token.
+            tokens["is_written"] = not wrong.size
+            parts.append(tokens)
+            if wrong.size and len(tokens):
                 names = [requests[number].request_id for number in dict.fromkeys(tokens["number"].tolist())]
                 errors.append(self._stamp_error(names, self._layer_numbers[wrong], int(stamps[wrong[0]]), num_tokens))
         tokens = np.concatenate(parts)
@@ -167,10 +169,11 @@ class StepLog:
             request, own = requests[int(tokens["number"][start])], tokens[start:end]
             is_expert = (own["routes"] >= 0) & (own["routes"] < self._num_experts)
             is_exact = is_expert.all(axis=(1, 2)) & (own["token_id"] != MASKED)
-            if not is_exact.all():
-                errors.append(self._token_error(request.request_id, own[~is_exact], is_expert[~is_exact]))
-            # Inexact rows stay unwritten, so that `finish` names them if they are needed.
-            request.write(own[is_exact], self.row_dtype)
+            if (inexact := own["is_written"] & ~is_exact).any():
+                errors.append(self._token_error(request.request_id, own[inexact], is_expert[inexact]))
+            # Inexact rows count as unwritten, so that `finish` names them if they are needed.
+            own["is_written"] &= is_exact
+            request.write(own, self.row_dtype)
         return errors
 
     def _stamp_error(self, names: list[Any], layers: Array, stamp: int, num_tokens: int) -> CaptureError:

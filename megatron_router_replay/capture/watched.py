@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megatron_router_replay.capture.capturer import Capturer, check_rows
 from megatron_router_replay.capture.forward import as_integers, find_input_module, named_inputs
 from megatron_router_replay.capture.routers import CaptureError, find_router_sites
+from megatron_router_replay.checks import as_integer
 from megatron_router_replay.trace import RoutingTrace
 
 
@@ -42,7 +43,7 @@ class Watched:
 
         Args:
             sequences: [batch, length], prompts and sampled tokens.
-            attention_mask: [batch, prompt length], as `generate` got it.
+            attention_mask: [batch, prompt length], as `generate` got it; with num_return_sequences=n, n rows of each prompt.
             pad_token_id: `generate` writes it after the end of a sequence: the pads that end a row are no tokens of it.
             eos_token_id: a sequence ends with the first of these after its prompt, if there is any. Pass it if sequences
                 are padded with it.
@@ -52,13 +53,22 @@ class Watched:
                 or compiled code ran, which calls no hook.
         """
         ids = as_integers(sequences)
+        if pad_token_id is not None:  # a tensor would compare to a tensor, which is searched in another way
+            pad_token_id = as_integer("pad_token_id", pad_token_id, error=CaptureError)
         if len(ids) != self._batch:
             raise CaptureError(
                 f"MRR705: {len(ids)} sequences, but the model ran {self._batch} rows in its last batch: take the trace "
                 "before the next generate. Compiled code is not seen, and the rows of a beam search are no sequences."
             )
+        masks = as_integers(attention_mask) != 0
+        # Each sequence needs its own: generate() repeats the mask of a prompt for several sequences of it.
+        if ids.ndim != 2 or masks.ndim != 2 or len(masks) != len(ids) or masks.shape[1] > ids.shape[1]:
+            raise CaptureError(
+                f"MRR704: attention_mask {list(masks.shape)} for sequences {list(ids.shape)}: it must be [batch, prompt "
+                "length], a row for each sequence: of num_return_sequences=n, attention_mask.repeat_interleave(n, dim=0)."
+            )
         samples, tokens = [], []
-        for row, (sequence, in_prompt) in enumerate(zip(ids, as_integers(attention_mask) != 0)):
+        for row, (sequence, in_prompt) in enumerate(zip(ids, masks)):
             columns = np.flatnonzero(_is_token(sequence, in_prompt, pad_token_id, eos_token_id))
             rows = self._capturer._rows(row, len(sequence))
             if (rows["is_written"][: len(in_prompt)] & ~in_prompt).any():

@@ -167,11 +167,13 @@ class Counter:
         self.rows_only_a += int(a.replay_mask.sum()) - num_both
         self.rows_only_b += int(b.replay_mask.sum()) - num_both
         self.rows_compared += num_both
-        numbers = np.arange(start, start + rows)
+        numbers = np.arange(start, start + max(len(a), len(b)))
         sample = self.samples.of_rows(numbers)
-        position = torch.from_numpy(numbers - self.samples.starts[sample])
+        position = torch.from_numpy(numbers - self.samples.starts[sample])[:rows]
         for only, block in ((self.only_a, a), (self.only_b, b)):
-            _count(only, torch.from_numpy(sample)[block.replay_mask[:rows] & ~both])
+            alone = block.replay_mask.clone()
+            alone[:rows] &= ~both
+            _count(only, torch.from_numpy(sample)[: len(block)][alone])
         if not num_both:
             return
         self._add_tokens(a, b, both, start)

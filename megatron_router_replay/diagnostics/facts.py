@@ -54,7 +54,8 @@ def _coverage(counts: Counter) -> Iterator[Fact]:
         yield Fact(kind="samples", text=f"the samples have different lengths: {' and '.join(each)}.")
     for name, other_name, only in ((a.name, b.name, counts.only_a), (b.name, a.name, counts.only_b)):
         # Engines leave out one row a sample: the last token is sampled and never fed back.
-        samples = (only > 1).nonzero().flatten().tolist() if counts.samples.known else []
+        # Rows after the last sample, which are counted last, are of none.
+        samples = (only[:-1] > 1).nonzero().flatten().tolist() if counts.samples.known else []
         if samples:
             rows = f"{int(only[samples].sum()):,} rows of {_words('sample', samples)}"
             yield Fact(kind="samples", text=f"{rows} have a route in {name} and none in {other_name}.")
@@ -249,6 +250,8 @@ class _Search:
             if votes[i] >= max(_MIN_ROWS, (end - begin) / 4):
                 offsets[max(0, begin) : max(0, end)] = offset
                 is_different |= sample != self.samples.at(self.first + (begin + end) // 2)
+        # Where the lengths of a stand for b's, rows of b may come after the last sample, and are in none.
+        offsets[max(0, int(self.samples.starts[-1]) - self.first) :] = 0
         # Samples that moved only because an earlier one has a different length are in order: they are a row fact.
         return offsets if is_different else np.zeros_like(offsets)
 

@@ -42,7 +42,7 @@ def logprob_mismatch(trainer: Tensor, engine: Tensor, *, mask: Tensor | None = N
 
     Args:
         trainer, engine: [...] of the same shape, log-probs in nats, any float dtype.
-        mask: [...] bool, True: count this token. Positions where either log-prob is NaN are never counted.
+        mask: [...] any dtype, not 0: count this token. Positions where either log-prob is NaN are never counted.
 
     Raises:
         TraceError: the shapes differ, or a value is above 0, which no log-prob is.
@@ -51,12 +51,15 @@ def logprob_mismatch(trainer: Tensor, engine: Tensor, *, mask: Tensor | None = N
         raise TraceError(
             f"MRR101: log-probs must be tensors, got {type(trainer).__name__} and {type(engine).__name__}."
         )
+    if mask is not None and not isinstance(mask, Tensor):
+        raise TraceError(f"MRR101: mask must be a tensor, got {type(mask).__name__}.")
     if trainer.shape != engine.shape or (mask is not None and mask.shape != trainer.shape):
         shapes = [list(trainer.shape), list(engine.shape), None if mask is None else list(mask.shape)]
         raise TraceError(f"MRR102: trainer, engine and mask must have one shape, got {shapes}.")
     trainer, engine = trainer.detach().double(), engine.detach().to(trainer.device).double()
     counted = ~(trainer.isnan() | engine.isnan())
-    counted = counted if mask is None else counted & mask.to(counted.device)
+    # Integers would index, where bools select: a loss mask of 0 and 1 would count tokens 0 and 1 again and again.
+    counted = counted if mask is None else counted & (mask.to(counted.device) != 0)
     trainer, engine = trainer[counted], engine[counted]
     tokens = trainer.numel()
     if not tokens:

@@ -104,13 +104,15 @@ class TraceSource:
 
 
 def _gather(part: RoutingTrace, rows: Tensor) -> RoutingTrace:
-    """Return these rows of a part; a row that it does not have, such as -1, has no route and no token."""
+    """Return these rows of a part; a row that it does not have, such as -1, has no route, token or weight version."""
     if not part.num_tokens:
         return part
     known = (rows >= 0) & (rows < part.num_tokens)
     block = part.gather_rows(torch.where(known, rows, 0)).to("cpu")  # row 0 is the filler
-    tokens = None if block.token_ids is None else torch.where(known, block.token_ids, -1)
-    return block._with(replay_mask=block.replay_mask & known, token_ids=tokens)
+    tokens, versions = (
+        None if values is None else torch.where(known, values, -1) for values in (block.token_ids, block.weight_version)
+    )
+    return block._with(replay_mask=block.replay_mask & known, token_ids=tokens, weight_version=versions)
 
 
 def pair_samples(a: TraceSource, b: TraceSource) -> None:

@@ -147,6 +147,8 @@ class Decoder(ReplyReader):
         if not has_routes and not reply.aborted:
             raise reply.source.error(lost)
         reply = self.corrected(reply, model)
+        if not has_routes:  # nor a version that chose them, whatever names the caller's numbers are for
+            options = replace(options, weight_version=None)
         tokens = resolve_tokens(reply, options)
         # An aborted request that had generated tokens had routes for them.
         may_be_empty = reply.aborted and tokens.nothing_generated

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Union
@@ -40,7 +40,9 @@ class ModelRoutingInfo:
     model_type: str = ""
 
     def __post_init__(self) -> None:
-        numbers = tuple(self.moe_layer_numbers)
+        if not isinstance(self.moe_layer_numbers, Iterable):
+            raise PayloadError(f"MRR101: moe_layer_numbers={self.moe_layer_numbers!r} must be a list.")
+        numbers = tuple(as_integer("a layer number", each, error=PayloadError) for each in self.moe_layer_numbers)
         for name in ("num_layers", "num_experts", "topk"):
             as_integer(f"{name} of the model", getattr(self, name), error=PayloadError)
         if not 1 <= self.num_layers <= 65536 or not 1 <= self.topk <= self.num_experts <= 32768:

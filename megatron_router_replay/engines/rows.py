@@ -238,10 +238,13 @@ def _check_filler(sample: SampleRows, rows: Array, columns: Sequence[int], first
         values = rows[:, column]
         if (values == 0).all() or (values == -1).all():
             continue
-        # A row that was not captured is -1 in dense layers, too.
-        is_mixed = ((values == 0).all(axis=1) | (values == -1).all(axis=1)).all()
-        if not is_mixed or sample.options.missing != "live":
-            row = int((values != 0).any(axis=1).argmax())
+        # A row that was not captured is -1 in dense layers, too: `copy_routes` raises for it, or it is live.
+        captured = values[(rows != -1).any(axis=(1, 2))]
+        if (captured == 0).all() or (captured == -1).all():
+            continue
+        is_filler = (values == 0).all(axis=1) | (values == -1).all(axis=1)
+        if not is_filler.all() or sample.options.missing != "live":
+            row = int((is_filler if is_filler.all() else ~is_filler).argmax())
             raise sample.source.error(
                 f"MRR306: column {column} is of a dense layer by the model's config, but row {first_row + row} holds "
                 f"{values[row].tolist()} there, not filler (0 or -1). Is this the config of the served model, and does "

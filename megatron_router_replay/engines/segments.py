@@ -58,7 +58,7 @@ class RoutingSegments:
             withdrawn: raises; `weight_version` is an option of `decode`.
 
         Raises:
-            PayloadError: token ids that are missing or differ from those already known.
+            PayloadError: token ids that are missing or differ from those already known; a trace of several samples.
             TraceError: another model's trace, or only some turns have weight versions.
         """
         check_withdrawn(
@@ -86,7 +86,6 @@ class RoutingSegments:
             self._trace = new
             return
         _check_history(old, new)
-        old, new = _with_versions_of(old, new), _with_versions_of(new, old)
         # A turn may be shorter than the tokens so far, when it was requested again.
         rows = torch.arange(max(len(old), len(new)))
         shared = min(len(old), len(new))
@@ -122,13 +121,6 @@ def _check_history(old: RoutingTrace, new: RoutingTrace) -> None:
             f"{int(old.token_ids[token])} there. Was the history edited or tokenised anew between turns? Send the ids of the "
             "earlier turns, or begin a new RoutingSegments."
         )
-
-
-def _with_versions_of(trace: RoutingTrace, other: RoutingTrace) -> RoutingTrace:
-    """Return a trace that lacks weight versions with -1 if it has no route, such as that of an aborted turn."""
-    if trace.weight_version is not None or other.weight_version is None or bool(trace.replay_mask.any()):
-        return trace
-    return trace._with(weight_version=torch.full_like(other.weight_version[:1], -1).expand(len(trace)))
 
 
 def join_prefill_decode(

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megatron_router_replay.checks import as_integers
 from megatron_router_replay.errors import LayoutError
 
 Style = Literal["zigzag", "contiguous"]
@@ -85,7 +86,7 @@ def _positions(
 def _bounds(seq_length: int, cu_seqlens_padded: Tensor | None) -> Tensor:
     if cu_seqlens_padded is None:
         return torch.tensor([0, seq_length])
-    bounds = cu_seqlens_padded.to(device="cpu", dtype=torch.int64)
+    bounds = as_integers(cu_seqlens_padded, "cu_seqlens_padded").to(device="cpu", dtype=torch.int64)
     covers = bounds.dim() == 1 and bounds.numel() > 0 and int(bounds[0]) == 0 and int(bounds[-1]) == seq_length
     if not covers or bool((bounds.diff() < 0).any()):
         raise LayoutError(

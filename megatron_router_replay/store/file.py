@@ -100,6 +100,8 @@ def load_trace(
         if layer_numbers is not None:
             trace = trace.select_layers(layer_numbers)
         if rows is not None:
+            if not isinstance(rows, slice):
+                raise StoreError(f"MRR106: rows={shown(rows)} is no slice: give slice(start, stop).")
             start, stop = rows.start or 0, trace.num_tokens if rows.stop is None else rows.stop
             if rows.step not in (None, 1) or not 0 <= start <= stop <= trace.num_tokens:
                 raise StoreError(
@@ -162,7 +164,7 @@ def _header(file: Any) -> tuple[TraceHeader, dict[str, str]]:
             )
         header, checksums = TraceHeader.from_json(values["header"]), dict(values["checksums"])
         is_intact = checksums["header"] == _header_checksum(header) and {*header.empty(0)} <= {*checksums}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise StoreError("MRR503: its header cannot be read: the file was altered.") from error
     if not is_intact:
         raise StoreError("MRR503: the checksum of its header is wrong: the file was altered.")

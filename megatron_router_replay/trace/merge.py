@@ -40,6 +40,8 @@ def concat_traces(traces: Sequence[RoutingTrace]) -> RoutingTrace:
     """
     names = [f"trace {i}" for i in range(len(traces))]
     _check_same(traces, "concatenate", ("layer_numbers", "num_experts", "topk"), names)
+    if any(trace.weight_version is not None for trace in traces):
+        traces = [_with_unknown_version(trace) for trace in traces]
     # A trace without rows has as many token ids as it has rows: none.
     have_rows = [trace.num_tokens > 0 for trace in traces]
     values = {
@@ -59,13 +61,20 @@ def concat_traces(traces: Sequence[RoutingTrace]) -> RoutingTrace:
     return traces[0]._with(**tensors, sequence_lengths=lengths, sample_ids=sample_ids)
 
 
+def _with_unknown_version(trace: RoutingTrace) -> RoutingTrace:
+    """Return the trace with a weight version: of a trace without routes, such as an aborted request's, it is unknown."""
+    if trace.weight_version is not None or bool(trace.replay_mask.any()):
+        return trace
+    return trace._with(weight_version=torch.full_like(trace.replay_mask, UNKNOWN, dtype=torch.int32))
+
+
 def _all_or_none(name: str, traces: Sequence[RoutingTrace], *, needed: Sequence[bool]) -> list[Any]:
-    """Return this value of every trace that has it; none have it, or all that are `needed` do."""
+    """Return this value of every trace that has it; of those that are `needed`, all have it or none."""
     having = [i for i, trace in enumerate(traces) if getattr(trace, name) is not None]
     missing = [i for i, trace in enumerate(traces) if getattr(trace, name) is None and needed[i]]
-    if having and missing:
-        raise TraceError(f"MRR107: cannot concatenate: trace {having[0]} has {name}, trace {missing[0]} has none.")
-    return [getattr(traces[i], name) for i in having]
+    if missing and (with_value := [i for i in having if needed[i]]):
+        raise TraceError(f"MRR107: cannot concatenate: trace {with_value[0]} has {name}, trace {missing[0]} has none.")
+    return [] if missing else [getattr(traces[i], name) for i in having]
 
 
 def merge_traces(

@@ -28,6 +28,7 @@ from megatron_router_replay.trace.values import (
     as_sample_ids,
     as_sequence_lengths,
     as_stored_indices,
+    check_holds_experts,
     check_topk,
 )
 
@@ -101,6 +102,7 @@ class RoutingTrace:
                 f"MRR104: layer_numbers names {len(layer_numbers)} layers, topk_indices has {num_layers} on axis 1: "
                 "one number a layer, dense layers left out of both."
             )
+        check_holds_experts("topk_indices", indices, num_experts)
         mask = as_replay_mask(self.replay_mask, indices)
         # Checked as they came, before narrowing: a cast would wrap 300 to 44, and 256 to expert 0.
         check_topk_indices(indices, num_experts=num_experts, layer_numbers=layer_numbers, replay_mask=mask)
@@ -290,7 +292,7 @@ class RoutingTrace:
         Raises:
             TraceError: the trace has no such layer.
         """
-        numbers = tuple(sorted(set(layer_numbers)))
+        numbers = tuple(sorted({as_integer("layer_number", number) for number in layer_numbers}))
         indices = as_slice([self._layer_index(number) for number in numbers])
         return self._with(topk_indices=self.topk_indices[:, indices], layer_numbers=numbers)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_router_replay.checks import as_integer
 from megatron_router_replay.errors import TraceError
 from megatron_router_replay.trace.ids import check_topk_indices, index_dtype
-from megatron_router_replay.trace.values import as_integer_tensor, as_layer_numbers, as_mask
+from megatron_router_replay.trace.values import as_integer_tensor, as_layer_numbers, as_mask, check_holds_experts
 
 
 def join_samples(
@@ -61,7 +61,8 @@ def join_samples(
 
 
 def _is_one(weight_version: Any) -> bool:
-    return weight_version is None or isinstance(weight_version, int)
+    # Integers of numpy and torch have a length method as well, which raises.
+    return weight_version is None or isinstance(weight_version, int) or getattr(weight_version, "ndim", None) == 0
 
 
 def _sample(
@@ -75,11 +76,7 @@ def _sample(
         )
     if ids.numel() and int(ids.min()) < 0:
         raise TraceError(f"MRR101: token {int(ids.min())} at position {int(ids.argmin())} is no token id.")
-    # Wrapped ids are valid ids of different experts, so only the dtype shows them.
-    if torch.iinfo(rows.dtype).max < num_experts - 1:
-        raise TraceError(
-            f"MRR101: routes are {rows.dtype}, which cannot hold ids of {num_experts} experts: higher ids were wrapped."
-        )
+    check_holds_experts("routes", rows, num_experts)
     rows = _named_layers(rows, numbers)
     length, has_last = ids.numel(), rows.shape[0] == ids.numel()
     # Engines that did not run the token sampled last return T - 1 rows.

@@ -22,7 +22,7 @@ def as_integer_tensor(name: str, value: Any) -> Tensor:
     if isinstance(value, Tensor):
         tensor = value.detach()
     else:
-        array = np.asarray(value)
+        array = _as_array(name, value)
         if array.dtype.kind not in "iu" and array.size:
             raise TraceError(f"MRR101: {name} must hold integers, got {array.dtype} from {type(value).__name__}.")
         # torch has no other byte order and warns of read-only memory; numpy's empty lists are floats.
@@ -35,9 +35,27 @@ def as_integer_tensor(name: str, value: Any) -> Tensor:
     return tensor
 
 
+def _as_array(name: str, value: Any) -> np.ndarray[Any, Any]:
+    try:
+        return np.asarray(value)
+    except (ValueError, TypeError) as error:  # nested lists of several lengths, or tensors that are on a GPU
+        raise TraceError(f"MRR101: {name} must be an array, got {type(value).__name__}: {error}") from None
+
+
+def check_holds_experts(name: str, indices: Tensor, num_experts: int) -> None:
+    """Raise TraceError if the dtype of indices is too narrow for the highest id: a cast has wrapped ids to valid ones."""
+    if indices.numel() and torch.iinfo(indices.dtype).max < num_experts - 1:
+        raise TraceError(
+            f"MRR101: {name} are {indices.dtype}, which cannot hold ids of {num_experts} experts: higher ids were wrapped."
+        )
+
+
 def as_mask(name: str, value: Any, num_tokens: int) -> Tensor:
     """Return [num_tokens] bool, which may share memory with a tensor that was given; or raise TraceError."""
-    mask = value.detach() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+    array = None if isinstance(value, Tensor) else _as_array(name, value)
+    if array is not None and array.dtype.kind not in "biufc":  # torch has no texts and no objects
+        raise TraceError(f"MRR102: {name} must be [{num_tokens}] bool, got {array.dtype} from {type(value).__name__}.")
+    mask = value.detach() if array is None else torch.from_numpy(array.copy())
     if mask.dtype is not torch.bool or mask.shape != (num_tokens,):
         dtype = str(mask.dtype).removeprefix("torch.")
         raise TraceError(f"MRR102: {name} must be [{num_tokens}] bool, got {list(mask.shape)} {dtype}.")

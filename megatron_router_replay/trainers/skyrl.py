@@ -109,6 +109,7 @@ def _samples(micro_batches: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
         loss_mask = batch.get("loss_mask")
         for i, (row, real, rows) in enumerate(zip(ids.cpu(), mask.cpu().bool(), experts.cpu())):
             own, values = row[real], rows[real]
+            # Passes for log-probs have no loss mask; what lost its routes there raises in the pass that trains.
             is_trained = loss_mask is not None and bool(loss_mask[i].any())
             if _is_padding(values) and not is_trained:
                 padding.append((own, token_layers.without(values).to(torch.int16).fill_(-1)))

@@ -44,6 +44,7 @@ from megatron_router_replay.transport.plan import (
     Partition,
     Place,
     TransportError,
+    as_partition,
     plan_buckets,
     plan_routes,
 )
@@ -149,7 +150,7 @@ class RouteGroup:
             header = {
                 "format": source.format.to_json(),
                 "sequence_lengths": [int(length) for length in source.sequence_lengths],
-                "partition": partition if isinstance(partition, str) else [[*map(int, rank)] for rank in partition],
+                "partition": as_partition(partition),
                 "times": self.times.take(),
             }
         self._sending = Future()

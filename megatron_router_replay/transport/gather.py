@@ -41,11 +41,16 @@ class TraceRows:
 
     Raises:
         TransportError: no traces, or they differ in kind.
+        TraceError: a trace was changed in place.
     """
 
     def __init__(self, traces: Sequence[RoutingTrace]) -> None:
         if not traces:
             raise TransportError("MRR606: cannot send no traces: at least one is needed.")
+        for i, trace in enumerate(traces):
+            if not isinstance(trace, RoutingTrace):
+                raise TransportError(f"MRR606: cannot send {type(trace).__name__} (number {i}): decode it first.")
+            trace.check_unchanged()  # its routes are not checked again where they arrive
         self.format = TraceFormat.of(traces[0])
         for i, trace in enumerate(traces):
             if (format := TraceFormat.of(trace)) != self.format:

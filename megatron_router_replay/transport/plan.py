@@ -5,6 +5,7 @@ A plan is computed, never negotiated: the same sample lengths give the same plan
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -56,7 +57,12 @@ class ParallelLayout:
     tp_size: int = 1
 
     def __post_init__(self) -> None:
-        stages = tuple(tuple(sorted(int(number) for number in stage)) for stage in self.stage_layers)
+        try:
+            stages = tuple(tuple(sorted(map(operator.index, stage))) for stage in self.stage_layers)
+        except TypeError as error:
+            raise TransportError(
+                f"MRR601: stage_layers={self.stage_layers!r} must be a list of layer numbers for each stage: {error}."
+            ) from None
         numbers = [number for stage in stages for number in stage]
         if not stages or min(self.dp_size, self.cp_size, self.tp_size) < 1:
             raise TransportError(f"MRR601: a layout needs a stage and sizes of 1 or more: {self}.")
@@ -203,6 +209,24 @@ def plan_buckets(parts: Mapping[Place, Part], sender_ends: Sequence[int], bucket
     return sorted(result, key=lambda bucket: (bucket.turn, bucket.sender))
 
 
+def as_partition(partition: Partition) -> Literal["round_robin"] | tuple[tuple[int, ...], ...]:
+    """Return the rule, or the samples of each rank as integers.
+
+    Raises:
+        TransportError: an unknown rule, or no lists of integers.
+    """
+    if isinstance(partition, str):
+        if partition != "round_robin":
+            raise TransportError(f"MRR601: partition={partition!r} must be 'round_robin' or the samples of each rank.")
+        return partition
+    try:
+        return tuple(tuple(map(operator.index, of_rank)) for of_rank in partition)
+    except TypeError as error:
+        raise TransportError(
+            f"MRR601: partition={str(partition)[:200]} must be 'round_robin', or a list of samples for each rank: {error}."
+        ) from None
+
+
 def partition_samples(num_samples: int, *, dp_size: int, partition: Partition) -> tuple[tuple[int, ...], ...]:
     """Return the samples of each data-parallel rank; the same result wherever it is computed.
 
@@ -213,11 +237,9 @@ def partition_samples(num_samples: int, *, dp_size: int, partition: Partition) -
     Raises:
         TransportError: an unknown rule, or the given samples do not exist or go to two ranks.
     """
-    if partition == "round_robin":
+    samples = as_partition(partition)
+    if isinstance(samples, str):
         return tuple(tuple(range(rank, num_samples, dp_size)) for rank in range(dp_size))
-    if isinstance(partition, str):
-        raise TransportError(f"MRR601: partition={partition!r} must be 'round_robin' or the samples of each rank.")
-    samples = tuple(tuple(int(sample) for sample in of_rank) for of_rank in partition)
     flat = [sample for of_rank in samples for sample in of_rank]
     if len(samples) != dp_size or len(set(flat)) != len(flat) or not set(flat) <= set(range(num_samples)):
         raise TransportError(

@@ -19,10 +19,14 @@ GROUPS, STEPS = map(runpy.run_path(str(SCRIPT), run_name="left_out").get, ("GROU
         ("README.md", [], ["wheel"]),
         ("tests/unit/layout/test_rows.py", [], []),
         ("examples/grpo/loop.py", ["a real vLLM", "effect", "GRPO"], []),
-        ("megatron_router_replay/transport/plan.py", ["GRPO"], []),
+        ("megatron_router_replay/transport/plan.py", ["GRPO", "transports that fail"], []),
         ("megatron_router_replay/trainers/verl.py", [], ["verl"]),
         ("megatron_router_replay/mcore/core/tape.py", ["random programs"], ["versions"]),
-        ("megatron_router_replay/trace/ids.py", ["replies that are drawn", "random programs"], []),
+        (
+            "megatron_router_replay/trace/ids.py",
+            ["transports that fail", "replies that are drawn", "random programs"],
+            [],
+        ),
         ("megatron_router_replay/unheard_of.py", [group.name for group in GROUPS], ["verl", "versions", "wheel"]),
         ("Makefile", [group.name for group in GROUPS], ["verl", "versions", "wheel"]),
     ],
@@ -80,7 +84,7 @@ def test_what_a_change_since_the_day_before_does_not_touch_is_left_out_and_said(
     commit(tmp_path, 3)
     options, said = run(tmp_path)
     assert "--ignore=tests/functional/grpo" in options
-    assert said.count("LEFT OUT") == 8
+    assert said.count("LEFT OUT") == 10
     assert run(tmp_path, CI_ALL="1") == ([], "slow tests: all of them\n")
     assert run(tmp_path, CI_BASE="HEAD~1")[0] == options
     assert run(tmp_path, "steps")[0] == []

@@ -117,7 +117,7 @@ class Follower:
             segments, tokens = self._reader.read(raw, None, device)
         else:
             segments, tokens = self._reader.read(inputs, group, device)
-        located = locate(index, tokens, segments, padding_token_ids=self._reader.padding_on(device))
+        located = locate(index, tokens, segments, padding_token_ids=self._reader.padding_token_ids)
         live = self._judge.add(where, segments, located)
         first, count = segments.start + located.start, located.count
         # From `tokens`: where the index is on the host, a second copy of input_ids would wait for the GPU again.
@@ -179,7 +179,7 @@ def number_tokens(
         )
     group = context_parallel_group(module, inputs.packed_seq_params)
     segments, tokens = reader.read(inputs, group, ids.device)
-    start, stop, is_doubtful = cut_samples(tokens, segments, padding_token_ids=reader.padding_on(ids.device))
+    start, stop, is_doubtful = cut_samples(tokens, segments, padding_token_ids=reader.padding_token_ids)
     # A padding token in a sample, or a sample without its last token, would make a wrong trace: the caller must decide.
     check(
         is_doubtful.any(),
@@ -193,7 +193,7 @@ def number_tokens(
 
 
 def cut_samples(
-    tokens: Tensor, segments: Segments, *, padding_token_ids: Tensor | None = None
+    tokens: Tensor, segments: Segments, *, padding_token_ids: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return start and stop of segments' samples, and a mask of doubtful ones; [S].
 
@@ -201,7 +201,7 @@ def cut_samples(
 
     Args:
         tokens: [total] integers in flat order.
-        padding_token_ids: [n] integers, the tokens of padding; None: not declared.
+        padding_token_ids: the tokens of padding; None: not declared.
     """
     runs = PaddingRuns(pad(tokens, (1, 1), value=-1), padding_token_ids)
     start, stop = segments.start, segments.stop

@@ -85,7 +85,6 @@ class PrefixIndex:
     Attributes:
         has_nested_samples: a sample begins with all tokens of a shorter one.
         first_tokens: [n] int64, the tokens that samples begin with, and -1.
-        start_runs: the distinct lengths of the runs of equal tokens that samples begin with, sorted.
         may_lose_a_run: if its first tokens were taken for padding, a sample might begin like a different one.
     """
 
@@ -97,7 +96,7 @@ class PrefixIndex:
         self._keys = torch.full((num_rows + 2,), torch.iinfo(torch.int64).max, device=device)
         self._rows = torch.zeros(num_rows + 2, dtype=torch.int32 if num_rows < 1 << 31 else torch.int64, device=device)
         self.first_tokens = torch.tensor([-1], device=device)
-        self.start_runs: tuple[int, ...] = ()
+        self._start_runs: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}  # by the declared tokens of padding
         self.may_lose_a_run = self.has_nested_samples = False
         if not num_rows:
             return
@@ -112,15 +111,15 @@ class PrefixIndex:
         self._rows[:-2] = order
         continued = keys[ends - 1] + _CONTINUES
         self.has_nested_samples = bool((self._keys[torch.searchsorted(self._keys, continued)] == continued).any())
-        # Padding on the left may be the token that a sample begins with: `locate` tries a start for each of `start_runs`.
         runs = PaddingRuns(tokens, None).leading(starts, ends)
         runs = torch.where(runs == 0, lengths, runs)  # `leading` returns 0 for a sample of one repeated token
         first, second = token_ids[starts], starts + runs
         begins = set(zip(first.tolist(), runs.tolist()))
-        self.start_runs = tuple(sorted({run for _, run in begins}))
+        self._start_runs[()] = tuple(sorted({run for _, run in begins}))
         self.first_tokens = torch.tensor([-1, *{token for token, _ in begins}], device=device)
-        # Without all of the run, [p, 5, 6] is like [5, 6]; without a part of it, [p, p, 5] is like [p, 5].
-        loses_all = torch.isin(token_ids[second[second < ends]], first).any()
+        # Without all of the run, [p, 5, 6] is like [5, 6]; without a part of it, [p, p, 5] is like [p, 5]. After a sample of
+        # one repeated token, a token may be appended.
+        loses_all = torch.isin(token_ids[second[second < ends]], first).any() | (second == ends).any()
         self.may_lose_a_run = bool(loses_all) or len(begins) > len(self.first_tokens) - 1
 
     def to(self, device: torch.device) -> PrefixIndex:
@@ -133,6 +132,24 @@ class PrefixIndex:
     def nbytes(self) -> int:
         """Return the bytes of all tensors."""
         return sum(each.nbytes for each in vars(self).values() if isinstance(each, Tensor))
+
+    def start_runs(self, padding_token_ids: Sequence[int] | None) -> tuple[int, ...]:
+        """Return the distinct lengths of the runs that samples begin with and that padding on the left may continue, sorted.
+
+        Args:
+            padding_token_ids: the tokens of padding; None: one token, the same in a run, and so if it is a single one.
+        """
+        declared = tuple(padding_token_ids or ())
+        key = declared if len(declared) > 1 else ()
+        if key not in self._start_runs:  # synchronizes a GPU, once a trace
+            lengths = torch.tensor(self.bounds, device=self.token_ids.device).diff()
+            lengths = lengths[lengths > 0]
+            ends = lengths.cumsum(0)
+            runs = PaddingRuns(pad(self.token_ids, (1, 1), value=-1), key).leading(ends - lengths, ends)
+            begins = torch.isin(self.token_ids[ends - lengths], torch.tensor(key, device=lengths.device))
+            runs = torch.where(runs == 0, lengths, runs)[begins]  # 0: it has no other token
+            self._start_runs[key] = tuple(sorted(set(runs.tolist())))
+        return self._start_runs[key]
 
     def find(self, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Find the first entry at or after each key.
@@ -179,7 +196,8 @@ def index_of(trace: RoutingTrace) -> PrefixIndex:
     """
     trace.check_unchanged()  # else a kept index may be of former tokens
     if "index" not in trace.derived:
-        assert trace.token_ids is not None and trace.sequence_lengths is not None  # a replay without them follows no forward
+        assert trace.token_ids is not None  # without these, no replay follows tokens
+        assert trace.sequence_lengths is not None
         if num_unknown := int((trace.token_ids < 0).sum()):
             raise TraceError(
                 f"MRR108: cannot find rows by tokens: {num_unknown} rows of the trace have no token id. Another rank routed "

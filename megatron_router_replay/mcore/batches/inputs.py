@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatron_router_replay.checks import as_integers
 from megatron_router_replay.errors import LayoutError
 from megatron_router_replay.mcore.batches.segments import Partition, Segments
-from megatron_router_replay.mcore.core.streams import collective_device, to_device
+from megatron_router_replay.mcore.core.streams import collective_device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,21 +112,21 @@ class TokenReader:
     Args:
         padding_token_ids: the tokens of padding; None: not declared.
         cp_partition_mode: how context-parallel ranks share sequences; None: that of packed_seq_params, else zigzag.
+
+    Attributes:
+        padding_token_ids: the tokens of padding, as integers of Python.
     """
 
     def __init__(self, *, padding_token_ids: Sequence[int] | None, cp_partition_mode: Partition | None) -> None:
         if cp_partition_mode not in (None, "zigzag", "contiguous"):
             raise LayoutError(f"MRR101: cp_partition_mode={cp_partition_mode!r} must be 'zigzag' or 'contiguous'.")
-        self._padding: Tensor | None = None
+        self.padding_token_ids: tuple[int, ...] | None = None
         if padding_token_ids is not None:
             # torch would make a float tensor of an empty list.
-            given = padding_token_ids if len(padding_token_ids) else torch.empty(0, dtype=torch.int64)
-            self._padding = as_integers(given, "padding_token_ids").reshape(-1).to(torch.int64)
+            is_empty = isinstance(padding_token_ids, Sequence) and not padding_token_ids
+            given = torch.empty(0, dtype=torch.int64) if is_empty else padding_token_ids
+            self.padding_token_ids = tuple(as_integers(given, "padding_token_ids").reshape(-1).tolist())
         self._partition = cp_partition_mode
-
-    def padding_on(self, device: torch.device) -> Tensor | None:
-        """Return the declared padding tokens on a device; None: none are."""
-        return None if self._padding is None else to_device(self._padding, device)
 
     def segments_of(
         self, inputs: ForwardInputs, shape: tuple[int, int], group: dist.ProcessGroup | None, device: torch.device

@@ -206,7 +206,9 @@ class PaddingEvidence:
             shown.append((self.excluded, segment.first))
         if segment.num_ends > segment.is_whole:
             shown.append((self.disputed, segment.last))
-        if segment.padding > 1 and (segment.is_whole or not segment.count):
+        # Where other padding on the left explains the segment as well, these tokens may be a sample's.
+        is_padding = segment.last == segment.first or not segment.other_starts
+        if segment.padding > 1 and (segment.is_whole or not segment.count) and is_padding:
             shown.append((self.strong, segment.last))
         # A single token after a whole sample may have been appended to it, so it is no evidence.
         elif segment.padding and not (segment.is_whole and segment.padding == 1 and not segment.extra):

@@ -5,6 +5,7 @@ It is tensor arithmetic on one device. It does not synchronize a GPU; on the CPU
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -62,13 +63,13 @@ class Located(NamedTuple):
 
 
 def locate(
-    index: PrefixIndex, tokens: Tensor, segments: Segments, *, padding_token_ids: Tensor | None = None
+    index: PrefixIndex, tokens: Tensor, segments: Segments, *, padding_token_ids: Sequence[int] | None = None
 ) -> Located:
     """Return the Located of segments.
 
     Args:
         tokens: [total] integers in flat order, on the index's device.
-        padding_token_ids: [n] integers, the only tokens of padding; None: not declared, so padding repeats one token id.
+        padding_token_ids: the only tokens of padding; None: not declared, so padding repeats one token id.
     """
     search = _Search(index, tokens, segments, padding_token_ids)
     start = segments.start
@@ -83,14 +84,16 @@ def locate(
             return located
     run = search.runs.leading(start, segments.end)
     # All of the run is padding, or its last tokens are the sample's first: as many as a sample of the trace begins with.
-    lengths = [run, *((run - known).clamp(min=0) for known in index.start_runs)]
-    return _best(search.locate(torch.stack([start, *(start + length for length in lengths)])))
+    lengths = [run, *((run - known).clamp(min=0) for known in index.start_runs(padding_token_ids))]
+    chosen = _best(search.locate(torch.stack([start, *(start + length for length in lengths)])))
+    # Not before the choice, or a start whose end is undecided would leave the choice to the others.
+    return search.with_decided_ends(chosen)
 
 
 class _Search:
     """A call of `locate`, with the sums and runs that all its candidates share."""
 
-    def __init__(self, index: PrefixIndex, tokens: Tensor, segments: Segments, padding: Tensor | None) -> None:
+    def __init__(self, index: PrefixIndex, tokens: Tensor, segments: Segments, padding: Sequence[int] | None) -> None:
         self._index, self._segments, self._padding = index, segments, padding
         # Between two that are none, so the token before and after any position exists.
         self._tokens = pad(tokens, (1, 1), value=-1)
@@ -135,16 +138,14 @@ class _Search:
         is_whole = is_end & is_known
         row, has_rivals = index.read(entry)
         is_explained = extra <= is_whole  # one token more may follow a whole sample
-        # Where several samples end before declared padding, its first tokens may be a sample's.
-        if self._padding is not None and index.has_nested_samples:
-            is_explained &= num_ends <= 1
         if starts.dim() > 1:
             # A segment of padding alone is explained by one candidate, that without padding on the left.
             is_leftmost = starts == segments.start
             is_explained &= is_known | is_leftmost
             if self._padding is None:  # left and right padding repeat the same token id
-                is_explained &= is_leftmost | (padding == 0) | (last == before)
-        return Located(
+                is_appended = (is_whole > extra) & (padding == 1)
+                is_explained &= is_leftmost | (padding == 0) | (last == before) | is_appended
+        located = Located(
             start=first - segments.start,
             count=count,
             row=row - count + 1,
@@ -159,6 +160,14 @@ class _Search:
             after=after,
             last=last,
         )
+        return located if starts.dim() > 1 else self.with_decided_ends(located)
+
+    def with_decided_ends(self, located: Located) -> Located:
+        """Return the Located in which no segment is explained whose end is undecided."""
+        # Where several samples end before declared padding, its first tokens may be a sample's.
+        if self._padding is None or not self._index.has_nested_samples:
+            return located
+        return located._replace(is_explained=located.is_explained & (located.num_ends <= 1))
 
     def _find_tail(self, first: Tensor, origin: tuple[Tensor, Tensor], padding_from: Tensor) -> tuple[Tensor, Tensor]:
         """Return the flat position after known tokens, and the number of ends.

@@ -5,6 +5,7 @@ Context-parallel ranks share a forward. Flat positions count over all of them, s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megatron_router_replay.checks import shown
 from megatron_router_replay.errors import LayoutError
+from megatron_router_replay.mcore.core.streams import to_device
 
 _MAX_RESTARTS = 4096
 """The most segments that restarts of position_ids may add on a GPU, where the host cannot count them."""
@@ -73,7 +76,8 @@ class Segments:
             device: of the segments; None: that of cu_seqlens.
 
         Raises:
-            LayoutError: cu_seqlens are not of one row; or, on the CPU, reach beyond it, or split a sequence unevenly.
+            LayoutError: cu_seqlens are not of one row, or unpadded are of another number of sequences; or, on the CPU, they
+                reach beyond it, or split a sequence unevenly, or unpadded are longer.
         """
         length, total = shape[1] * cp_size, shape[0] * shape[1] * cp_size
         # Zigzag gives each rank two of 2 * cp_size equal chunks.
@@ -92,6 +96,7 @@ class Segments:
         stop, is_bounded = torch.minimum(end, starts[-1:]), None
         if cu_seqlens is not None and unpadded is not None and unpadded is not cu_seqlens:
             real = unpadded.to(starts.device, torch.int64)
+            _check_lengths(real, starts)
             is_bounded = (real != starts).any()
             stop[:-1] = torch.minimum(starts[:-1] + real.diff(), stop[:-1])
         return cls(
@@ -206,12 +211,16 @@ class PaddingRuns:
 
     Args:
         tokens: [1 + n + 1] integers: the tokens of positions 0 to n - 1, between two that are none.
-        declared: [k] integers, the tokens of padding; None: any one token.
+        declared: the tokens of padding; None: any one token.
     """
 
-    def __init__(self, tokens: Tensor, declared: Tensor | None) -> None:
+    def __init__(self, tokens: Tensor, declared: Sequence[int] | None) -> None:
         # Up to each token, the number of those that are no padding; or, undeclared, of changes of the token id.
-        is_end = tokens != tokens.roll(1) if declared is None else ~torch.isin(tokens, declared)
+        if declared is None:
+            is_end = tokens != tokens.roll(1)
+        else:
+            padding = torch.tensor(declared, dtype=torch.int64)  # torch would make floats of an empty list
+            is_end = ~torch.isin(tokens, to_device(padding, tokens.device))
         self._counts = is_end.cumsum(0)
         self._shift = 1 if declared is None else 0
 
@@ -237,6 +246,18 @@ def _check_starts(starts: list[int], total: int, multiple: int) -> None:
         raise LayoutError(
             f"MRR204: cannot split sequences of {lengths} positions over cp_size={multiple // 2} in zigzag: each must be a "
             f"multiple of {multiple}."
+        )
+
+
+def _check_lengths(unpadded: Tensor, padded: Tensor) -> None:
+    fit = unpadded.shape == padded.shape
+    if fit and padded.device.type == "cpu":  # on a GPU, the values would synchronize
+        lengths = unpadded.diff()
+        fit = bool(((lengths >= 0) & (lengths <= padded.diff())).all())
+    if not fit:
+        raise LayoutError(
+            f"MRR204: cu_seqlens_q {shown(unpadded.tolist())} do not fit cu_seqlens_q_padded {shown(padded.tolist())}: they "
+            "must have a length for each padded sequence, 0 up to that of the padded one."
         )
 
 

@@ -132,7 +132,8 @@ def number_windows(
     """
     length, num_sequences = shape
     n = length * num_sequences
-    if cu_seqlens is None:  # on the host, because each operation on a device is a launch
+    # On the host, because each operation on a device is a launch; bounds of no sequence are those of a row of padding.
+    if cu_seqlens is None or len(cu_seqlens) < 2:
         rows, windows = torch.arange(n), torch.arange(-(-length // WINDOW) * num_sequences)
         sequence = rows % num_sequences
         return (

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_router_replay.errors import TraceError
+from megatron_router_replay.errors import RouterReplayError, TraceError
 from megatron_router_replay.mcore.core.streams import collective_device
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trace.header import TraceHeader
@@ -45,7 +45,7 @@ class _Part(NamedTuple):
 
 
 def gather_trace(
-    trace: RoutingTrace, group: dist.ProcessGroup | None, replica: Replica = None
+    trace: RoutingTrace | RouterReplayError, group: dist.ProcessGroup | None, replica: Replica = None
 ) -> tuple[RoutingTrace, Replica]:
     """Return the recording of a batch by all ranks of a group, as `merge_traces(parts, allow_gaps=True)` joins it.
 
@@ -54,33 +54,40 @@ def gather_trace(
     queued rows by hand, all rows are the whole batch's.
 
     Args:
-        trace: this rank's part.
+        trace: this rank's part; or the error for which it has none, which is raised: no rank waits for it.
         replica: the data-parallel ranks of its samples; None: its rows were queued by hand.
 
     Returns:
         The recording, and the data-parallel ranks of all its samples.
 
     Raises:
-        TraceError: on every rank alike: the ranks are of different models, or two recorded one row differently. Or
-            another rank queued rows by hand, and this rank's samples are not the whole batch.
+        TraceError: on every rank alike: a rank has no part; the ranks are of different models, recorded different samples
+            of one replica, or two recorded one row differently.
     """
+    ranks = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
+    parts: list[Any] = [None] * len(ranks)
+    if isinstance(trace, RouterReplayError):
+        dist.all_gather_object(parts, str(trace), group=group)
+        raise trace
     known = trace.replay_mask if trace.token_ids is None else trace.replay_mask | (trace.token_ids != UNKNOWN)
     rows = known.nonzero()[:, 0]
     routed = trace.gather_rows(rows)
-    ranks = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
-    parts: list[Any] = [None] * len(ranks)
     mine = _Part(replica, trace.sequence_lengths, trace.num_tokens, TraceHeader.of(routed))
     dist.all_gather_object(parts, mine, group=group)
-    lengths, first = trace.sequence_lengths, 0
-    if replica is None or any(part.replica is None for part in parts):
-        num_tokens, replica = max(part.num_tokens for part in parts), None
-    else:
-        of_replica: dict[tuple[int, ...], tuple[int, ...]] = {}
-        for part in parts:
-            of_replica[part.replica] = part.lengths if part.lengths is not None else of_replica.get(part.replica, ())
-        first = sum(sum(each) for other, each in of_replica.items() if other < replica)
-        lengths = tuple(length for each in sorted(of_replica) for length in of_replica[each])
-        num_tokens, replica = sum(lengths), tuple(sorted({rank for each in of_replica for rank in each}))
+    failed = {rank: part for rank, part in zip(ranks, parts) if isinstance(part, str)}
+    if failed:
+        first_error = next(iter(failed.values()))
+        raise TraceError(f"MRR422: cannot gather, because ranks {list(failed)} have no part: {first_error}")
+    if any(part.replica is None for part in parts):
+        replica, parts = None, [part._replace(replica=None) for part in parts]
+    lengths_of = _sample_lengths(ranks, parts)
+    num_tokens, first, lengths = max(part.num_tokens for part in parts), 0, lengths_of.get(None)
+    if replica is not None:
+        if lengths_of:
+            first = sum(sum(lengths_of[other]) for other in lengths_of if other < replica)
+            lengths = tuple(length for each in sorted(lengths_of) for length in lengths_of[each])
+            num_tokens = sum(lengths)
+        replica = tuple(sorted({rank for part in parts for rank in part.replica}))
     sent = {"rows": (rows + first).int()}
     sent |= {name: getattr(routed, name) for name in ("topk_indices", *mine.header.per_token)}
     headers = [part.header for part in parts]
@@ -100,6 +107,23 @@ def gather_trace(
             whole.add(rank, header, memory)
     joined = whole.trace()
     return (joined if lengths is None else joined.with_samples(lengths)), replica
+
+
+def _sample_lengths(ranks: Sequence[int], parts: Sequence[_Part]) -> dict[Any, tuple[int, ...]]:
+    """Return replica -> the lengths of its samples; a replica whose ranks recorded no forward is missing.
+
+    Raises:
+        TraceError: two ranks of a replica recorded other samples.
+    """
+    lengths_of: dict[Any, tuple[int, ...]] = {}
+    for rank, part in zip(ranks, parts):
+        if part.lengths is not None and lengths_of.setdefault(part.replica, part.lengths) != part.lengths:
+            raise TraceError(
+                f"MRR107: cannot gather: rank {rank} recorded {len(part.lengths)} samples of {sum(part.lengths)} tokens, a "
+                f"rank before it {len(lengths_of[part.replica])} of {sum(lengths_of[part.replica])}, with other "
+                "sequence_lengths. Did a forward fail on one of these ranks alone? Record the batch again on all of them."
+            )
+    return lengths_of
 
 
 class _Whole:

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_router_replay.checks import check_withdrawn
-from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
+from megatron_router_replay.errors import LayoutError, ReplayStateError, RouterReplayError, TraceError
 from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.batches.follow import number_tokens
 from megatron_router_replay.mcore.batches.inputs import ForwardInputs, TokenReader
@@ -90,7 +90,7 @@ class RecordedRoutes(Strategy):
 
     def followed(self, chunk: Chunk, inputs: ForwardInputs) -> Microbatch | None:
         """Return the micro-batch of a forward's tokens, numbered from 0 in the order of its samples."""
-        if self._highest:
+        if self.has_rows_by_hand:
             return None  # the queue raises, because rows are missing
         self.numbers_itself = True
         where = f"{chunk.queue.where}, micro-batch {chunk.queue.num_queued}"
@@ -158,11 +158,29 @@ class RecordedRoutes(Strategy):
         """The highest row that was queued by hand, plus 1."""
         return max((int(highest) + 1 for highest in self._highest), default=0)
 
+    @property
+    def has_rows_by_hand(self) -> bool:
+        return bool(self._highest)
+
     def sample_lengths(self) -> list[int] | None:
-        """Return the lengths of the samples that were recorded; None: rows were queued by hand, or nothing was recorded."""
-        recorded = next((each for each in self._recorded.values() if each), [])
-        lengths = [each.lengths for each in recorded if each.lengths is not None]
-        return [length for each in lengths for length in each.tolist() if length] if lengths else None
+        """Return the lengths of the samples that were recorded; None: rows were queued by hand, or nothing was recorded.
+
+        Raises:
+            TraceError: chunks recorded different samples.
+        """
+        of_chunk: dict[int, list[int]] = {}
+        for index, recorded in self._recorded.items():
+            lengths = [each.lengths for each in recorded if each.lengths is not None]
+            if lengths:
+                of_chunk[index] = [length for each in lengths for length in each.tolist() if length]
+        first = next(iter(of_chunk.values()), None)
+        for index, lengths in of_chunk.items():
+            if lengths != first:
+                raise TraceError(
+                    f"MRR422: chunk {index} recorded samples of other lengths than the first chunk. Did a forward fail in "
+                    "one of them? Record the batch again."
+                )
+        return first
 
     def trace(self, length: int, sample_lengths: list[int] | None) -> RoutingTrace:
         """Return the recorded rows of this rank as a trace of this many rows; see `RecordSession.trace`."""
@@ -226,8 +244,15 @@ class RecordedRoutes(Strategy):
             for rows, tokens in zip(self._rows_of(index), [each.token_ids for each in microbatches]):
                 if tokens is not None:
                     any_known = True
-                    known = rows >= 0
-                    token_ids[rows[known]] = tokens[known].to(torch.int32)
+                    known = (rows >= 0) & (tokens >= 0)
+                    at, ids = rows[known], tokens[known].to(torch.int32)
+                    before, token_ids[at] = token_ids[at], ids
+                    differ = ((before >= 0) & (before != ids)) | (token_ids[at] != ids)
+                    if bool(differ.any()):
+                        raise TraceError(
+                            f"MRR422: row {int(at[differ][0])} was routed for two different tokens, last in chunk {index}: "
+                            "run the micro-batches of all chunks in one order, and give each token a row of its own."
+                        )
         return token_ids if any_known else None
 
 
@@ -280,13 +305,22 @@ class RecordSession(Session):
             num_tokens: as for `trace`.
 
         Raises:
-            TraceError: as `trace`; or two ranks recorded the same row with different experts.
+            TraceError: as `trace`; or two ranks recorded the same row with different experts, or other samples of one
+                data-parallel rank; or another rank has no part.
         """
-        trace = self.trace(num_tokens=num_tokens)
-        is_replica = self._recorded.numbers_itself or not self._microbatches.chunks
-        replica: Replica = (_data_parallel_rank(),) if is_replica else None
+        replica: Replica = None if self._recorded.has_rows_by_hand else (_data_parallel_rank(),)
+        trace: RoutingTrace | RouterReplayError
+        try:
+            trace = self.trace(num_tokens=num_tokens)
+        except RouterReplayError as error:
+            trace = error
         for group in groups or (None,) if dist.is_initialized() else ():
-            trace, replica = gather_trace(trace, group, replica)
+            try:
+                trace, replica = gather_trace(trace, group, replica)
+            except RouterReplayError as error:
+                trace = error  # raised at the end: the ranks of the next group wait for this one
+        if isinstance(trace, RouterReplayError):
+            raise trace
         return trace
 
     def _agreed_length(self) -> int:

@@ -177,6 +177,15 @@ class Session:
         if not verify or self._source is None:
             self._abandon()
             return
+        try:
+            self._check()
+        except BaseException:
+            # Also if a check itself fails, as on a model that was rebuilt: the routers are free, and no rank waits.
+            self._abandon()
+            raise
+
+    def _check(self) -> None:
+        """Check and release the routers, and agree with the group; see `close`."""
         # These checks read hooks, model and queues, so the routers must still be registered.
         problems = self._routers.problems()
         if self._microbatches is not None:

@@ -43,6 +43,7 @@ def test_off_and_r2_see_the_mismatch_that_r3_removes(workers_1, tmp_path):
     assert first["r2"]["router_replay/replayed_share"] == 1.0  # the trainer's own forward has a route for every token
 
 
+@pytest.mark.slow
 def test_a_stopped_and_resumed_run_continues_with_the_same_numbers(workers_1, tmp_path):
     whole = small(tmp_path / "whole", steps=3, checkpoint_every=2)
     whole.out.mkdir()

@@ -11,6 +11,7 @@ from tests.support.microbatches import split_microbatch
 from tests.support.schedule import random_microbatches, run_schedule
 from tests.support.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 
+pytestmark = pytest.mark.slow
 ONE, PP2, CP2 = ParallelSizes(), ParallelSizes(pp_size=2), ParallelSizes(cp_size=2)
 ALL_FOUR = ParallelSizes(tp_size=2, pp_size=2, ep_size=2, vp_size=2)
 

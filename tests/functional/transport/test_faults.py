@@ -37,6 +37,7 @@ from tests.functional.transport.processes import (
     stop,
 )
 
+pytestmark = pytest.mark.slow  # most wait for time-outs
 TIMEOUT_S = 5
 SLACK_S = 30.0
 """For processes that start on a busy machine."""

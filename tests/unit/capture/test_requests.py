@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_router_replay.capture import CaptureError, Capturer
+from megatron_router_replay.errors import TraceError
 from tests.unit.capture.echo import echo_site, host_bytes, make, routes_of, rows
 
 
@@ -158,6 +159,42 @@ def test_a_forward_that_raises_leaves_the_capturer_ready_for_the_next():
     assert routes_of(capturer, "a", 2) == rows(0)
 
 
+@pytest.mark.parametrize("wrong", [[], [[[9, 1], [1, 0]]]], ids=["a bypass", "an id"])
+def test_a_forward_that_went_wrong_ends_the_row_of_an_earlier_one(wrong):
+    """Position 1 ran as a draft, then again; the second run went wrong, and the draft's route took its place."""
+    capturer, forward = make()
+    for name in ("a", "b"):
+        capturer.add_request(name, num_prompt_tokens=1)
+    with capturer.forward(["a"], [[0, 1]]):
+        forward(rows(0, 1))
+    with capturer.forward(["a"], [1]):
+        if wrong:
+            forward(wrong)
+    capturer.abort("b")
+    for _ in range(2):
+        with pytest.raises(CaptureError, match=r"1 of 2 tokens were never forwarded .* position 1"):
+            capturer.finish("a", [9, 9, 9])
+    with capturer.forward(["a"], [1]):
+        forward(rows(5))
+    assert routes_of(capturer, "a", 3) == rows(0, 5)
+
+
+def test_a_request_of_no_legal_routes_or_tokens_stays():
+    capturer, forward = make()
+    capturer.add_request("a", num_prompt_tokens=1)
+    with capturer.forward(["a"], [0]):
+        forward([[[1, 1], [1, 0]]])
+    with pytest.raises(TraceError, match="named twice"):
+        capturer.finish("a", [9, 9])
+    with capturer.forward(["a"], [0]):
+        forward(rows(0))
+    with pytest.raises(TraceError, match="int32 cannot hold"):
+        capturer.finish("a", [9, 2**40])
+    with pytest.raises(CaptureError, match="must be an array, got list"):
+        capturer.finish("a", [[9], [9, 9]])
+    assert routes_of(capturer, "a", 2) == rows(0)
+
+
 def test_finish_can_be_repeated_after_it_refused():
     capturer, forward = make()
     capturer.add_request("a", num_prompt_tokens=2)
@@ -199,6 +236,7 @@ def test_forwards_that_cannot_be_laid_out_are_refused(ids, positions, message):
         ("a", {"num_prompt_tokens": 2}, "in use already"),
         (None, {"num_prompt_tokens": 2}, "or None"),
         ("b", {"num_prompt_tokens": 0}, "must be 1 or more"),
+        ("b", {"num_prompt_tokens": [1, 2]}, "must be an integer, got list"),
         ("b", {"num_prompt_tokens": 2, "num_cached_tokens": 2}, "the last prompt token is always forwarded"),
         ("b", {"num_prompt_tokens": 2, "num_cached_tokens": -1}, "num_cached_tokens=-1"),
         ("b", {"num_prompt_tokens": 3, "prompt_of": "a"}, "it has 2 tokens, not 3"),

@@ -178,6 +178,21 @@ def test_a_mask_that_is_not_the_one_of_the_model_is_refused(mixtral):
             seen.trace(sequences, mask)
 
 
+def test_a_mask_has_a_row_for_each_sequence(mixtral):
+    """That of two prompts has two rows, and two of four sequences were left out in silence."""
+    ids, mask = pad(PROMPTS[:2], "left")
+    with mrr.capture.watch(mixtral) as seen:
+        sequences = generate(mixtral, ids, mask, num_return_sequences=2, do_sample=True)
+    for wrong in (mask, mask[0], torch.ones(4, 20, dtype=torch.int64)):
+        with pytest.raises(
+            CaptureError, match=r"MRR704: attention_mask .* for sequences \[4, 14\]: .*repeat_interleave"
+        ):
+            seen.trace(sequences, wrong)
+    trace = seen.trace(sequences, mask.repeat_interleave(2, dim=0), pad_token_id=torch.tensor(0))
+    assert trace.sequence_lengths == (14, 14, 12, 12)
+    assert_exact(mixtral, trace)
+
+
 def test_tokens_and_models_that_cannot_be_watched_are_refused(mixtral):
     with mrr.capture.watch(mixtral), pytest.raises(CaptureError, match="without input_ids"):
         mixtral(inputs_embeds=torch.zeros(1, 2, 64))

@@ -133,6 +133,16 @@ def test_samples_are_matched_by_their_tokens_and_equal_ones_keep_their_order(kin
     assert mrr.diff_traces(a, samples_of((4, 3, 2, 1, 0))).rows_all_same == 21 - 2 * 3
 
 
+def test_a_part_with_fewer_rows_has_no_weight_version_of_the_others():
+    versions = torch.tensor([5] * 5 + [6] * 16)
+    a = samples_of(range(5))._with(weight_version=versions.to(torch.int32))
+    # The samples of b come in another order, so its rows are gathered; the second part has 17 of 21 rows.
+    b = mrr.concat_traces([list(a.samples())[i] for i in (0, 4, 1, 2, 3)])
+    diff = mrr.diff_traces(a, [b.select_layers([2, 3]), b.select_layers([4, 5, 6])[:17]])
+    assert (diff.rows_compared, diff.rows_only_a, diff.decisions_different) == (17, 4, 0)
+    assert (diff.origin_a, diff.origin_b) == ("in memory, weights 5..6", "2 parts, weights 5..6")
+
+
 def test_samples_without_an_equal_one_are_compared_by_their_number_or_counted():
     a = samples_of(range(5))
     routes = big_trace(21).topk_indices.clone()
@@ -153,6 +163,18 @@ def test_samples_without_an_equal_one_are_compared_by_their_number_or_counted():
     diff = mrr.diff_traces(a, a._with(token_ids=tokens))
     assert "1 of 21 rows hold a different token, first row 20." in str(diff)
     assert not diff.same
+
+
+def test_rows_after_the_end_of_the_other_trace_are_counted_in_their_samples(monkeypatch):
+    monkeypatch.setattr(source, "BLOCK_BYTES", 1)
+    a = big_trace(21)._with(sequence_lengths=(5, 3, 4, 9))
+    for block_rows in (1 << 14, 7):  # rows of a block that both have in part, and blocks that a alone has
+        monkeypatch.setattr(source, "_BLOCK_ROWS", block_rows)
+        facts = [str(fact) for fact in mrr.diff_traces(a, big_trace(21)[:6]).facts]
+        assert facts == ["15 rows of samples 1..3 have a route in a and none in b."]
+        facts = [str(fact) for fact in mrr.diff_traces(a[:6], a).facts]
+        assert facts == ["15 rows of samples 1..3 have a route in b and none in a."]
+        assert not mrr.diff_traces(a[:6].with_samples((6,)), big_trace(21)).facts  # of no sample
 
 
 def test_parts_of_two_layouts_compare_by_global_rows():

@@ -29,6 +29,9 @@ def test_masked_and_nan_tokens_are_not_counted():
     trainer, engine = torch.tensor([-1.0, NAN, -5.0, -2.0]), torch.tensor([-1.0, -1.0, -1.0, NAN])
     found = logprob_mismatch(trainer, engine, mask=torch.tensor([True, True, False, True]))
     assert (found.tokens, found.abs_difference) == (1, 0.0)
+    # A loss mask is often of integers or floats, which index or fail where a mask of bools selects.
+    for mask in (torch.tensor([1, 1, 0, 1]), torch.tensor([1.0, 1.0, 0.0, 1.0])):
+        assert logprob_mismatch(trainer, engine, mask=mask) == found
     nothing = logprob_mismatch(trainer, engine, mask=torch.zeros(4, dtype=torch.bool))
     assert (nothing.tokens, nothing.k3) == (0, 0.0)
 
@@ -39,6 +42,8 @@ def test_wrong_shapes_types_and_probabilities_raise():
         logprob_mismatch(engine, engine[:2])
     with pytest.raises(TraceError, match="must be tensors, got list and Tensor"):
         logprob_mismatch([-1.0], engine)
+    with pytest.raises(TraceError, match="mask must be a tensor, got list"):
+        logprob_mismatch(engine, engine, mask=[True] * 3)
     logprob_mismatch(engine + 0.5, engine)  # a probability of 1, with its rounding
     trainer = torch.tensor([-0.5, 2.0, -1.0])
     for arguments in ((trainer, engine), (engine, trainer)):

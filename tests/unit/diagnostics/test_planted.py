@@ -206,6 +206,17 @@ def test_a_few_rows_are_no_fact(rows, stated):
     assert [fact.rows for fact in pair.diff().facts] == stated
 
 
+def test_rows_after_the_last_sample_are_of_no_sample():
+    """b has no lengths, so those of a stand for them, and a's first sample once more at its end is no sample 2."""
+    routes = torch.rand(80, 3, 32, generator=torch.Generator().manual_seed(1)).topk(4).indices
+    numbers = {"layer_numbers": (1, 2, 3), "num_experts": 32}
+    a = mrr.RoutingTrace(topk_indices=routes, sequence_lengths=(40, 40), **numbers)
+    b = mrr.RoutingTrace(topk_indices=torch.cat([routes, routes[:40]]), **numbers)
+    assert [str(fact) for fact in mrr.diff_traces(a, b).facts] == [
+        "rows 80..119 of b match a's rows 0..39 (80 rows earlier), in all layers: 120 of 120 decisions."
+    ]
+
+
 def test_two_experts_in_a_different_order_are_a_fact():
     pair = noisy_pair(0.02, 2, 8)
     reorder_experts(pair)

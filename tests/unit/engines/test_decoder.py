@@ -55,14 +55,15 @@ def test_options_of_a_batch_are_one_a_sample():
     for name, values in (("num_tokens", [S]), ("sample_ids", ["a"]), ("token_ids", [IDS] * 3), ("start", [0])):
         with pytest.raises(PayloadError, match=f"{len(values)} {name} for 2 samples"):
             decode_batch(two, **given | {name: values})
-    bad = [
+    for name, value in (
         ("sample_ids", "ab"),
+        ("sample_ids", {"a", "b"}),
         ("token_ids", {0: IDS, 1: IDS}),
         ("token_ids", {0: IDS, 1: IDS}.values()),
         ("start", "00"),
-    ]
-    bad += [("start", torch.tensor(0)), ("prompt_token_ids", set(IDS))]
-    for name, value in bad:
+        ("start", torch.tensor(0)),
+        ("prompt_token_ids", set(IDS)),
+    ):
         with pytest.raises(PayloadError, match=f"{name} is"):
             decode_batch(two, **given | {name: value})
 

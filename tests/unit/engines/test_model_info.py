@@ -87,6 +87,9 @@ def test_numbers_of_layers_increase_and_lie_in_the_model():
     for numbers in ((1, 1), (2, 1), (0, 1), (1, 5)):
         with pytest.raises(PayloadError, match=r"must increase within 1..num_layers=4"):
             ModelRoutingInfo(num_layers=4, moe_layer_numbers=numbers, num_experts=8, topk=2)
+    for numbers in (1, (1.0, 2.0), ("1",), (True,)):
+        with pytest.raises(PayloadError, match=r"MRR101: .* must be an? (list|integer)"):
+            ModelRoutingInfo(num_layers=4, moe_layer_numbers=numbers, num_experts=8, topk=2)
 
 
 BUILT = [

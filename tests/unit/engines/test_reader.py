@@ -202,6 +202,10 @@ def test_an_aborted_reply_without_output_has_no_routes_and_one_with_output_must(
     assert (without_ids.token_ids, without_ids.sequence_lengths) == (None, (P,))
     replies = [vllm_output(rows(0), PROMPT, output(0)), aborted]
     assert engines.vllm.decode_batch(replies, model=MODEL).sequence_lengths == (S, P)
+    # It had no weights either, whose names the caller gives numbers to.
+    replies[0].outputs[0].weight_versions = [{"version": "a", "start": 0, "end": G}]
+    versions = engines.vllm.decode_batch(replies, model=MODEL, weight_version={"a": 7}).weight_version
+    assert versions.tolist() == [7] * S + [-1] * P
     for ids, reason in (([5], "abort"), ([5, 6], "abort"), ([], "length")):
         lost = vllm_output(None, PROMPT, ids, finish_reason=reason)
         refused("missing, though the model has MoE layers", engines.vllm.decode, lost)

@@ -116,6 +116,14 @@ def test_columns_of_dense_layers_hold_filler(filler):
         broken = array.copy()
         broken[1, 1] = wrong
         refused("column 1 is of a dense layer .* but row ", sample(broken, **every))
+    broken[1] = -1  # a row that was not captured, such as one of a cached prefix: the model's config is right
+    refused(r"1 rows 1\.\.1 are -1 in every layer", sample(broken, **every))
+    assert build_trace([sample(broken, **every, missing="live")], model=MODEL).replay_mask.tolist()[:3] == [
+        True,
+        False,
+        True,
+    ]
+    broken = array.copy()
     broken[1, 1] = -1 - filler  # some rows 0 and some -1
     refused("not filler", sample(broken, **every))
     build_trace([sample(broken, **every, missing="live")], model=MODEL)

@@ -57,6 +57,10 @@ def test_sizes_that_do_not_divide_raise_and_all_others_are_split_without_loss(s,
         (lambda: split(ROWS, 2, style="z"), "'zigzag' or"),
         # A packed row is not one sequence.
         (lambda: split(torch.zeros(1, 16), 2, cu_seqlens_padded=PACKED), "sequence 0 of 6 positions over cp_size=2"),
+        (
+            lambda: split(torch.zeros(1, 8), 2, cu_seqlens_padded=torch.tensor([0.0, 8.5])),
+            "cu_seqlens_padded must be integers",
+        ),
     ],
 )
 def test_what_does_not_fit_raises(call, message):
@@ -96,7 +100,7 @@ def test_each_position_is_kept_by_one_rank_or_the_message_says_what_to_pad_to(b,
 def test_boundaries_that_do_not_cover_the_row_raise(bounds):
     for cp_size in (1, 2):
         with pytest.raises(LayoutError, match="does not cover a row of 8 positions"):
-            split(torch.arange(8).unsqueeze(0), cp_size, cu_seqlens_padded=torch.tensor(bounds))
+            split(torch.arange(8).unsqueeze(0), cp_size, cu_seqlens_padded=torch.tensor(bounds, dtype=torch.int32))
 
 
 def test_a_row_of_no_sequences_is_covered_by_a_single_bound():

@@ -107,6 +107,11 @@ def test_windows_of_a_batch_are_128_positions_of_one_column():
     assert (num_sequences, sequence_of.tolist(), sequences.tolist()) == (2, [0, 1] * 3, [0, 1] * 300)
 
 
+def test_a_packed_row_of_no_sequence_is_one_sequence():
+    num_sequences, _, sequences, _ = number_windows((2, 1), (0, 1), torch.tensor([0]), torch.device("cpu"))
+    assert (num_sequences, sequences.tolist()) == (1, [0, 0])
+
+
 # ---- wrong routes
 def one_late(live, used):
     return used.roll(1, 0)

@@ -121,13 +121,12 @@ def differences(seed: int, num_batches: int) -> list[Any]:
             rows = [[0] * (length - len(s)) + s if left else s + [0] * (length - len(s)) for s in segments]
             tokens = torch.tensor(rows).flatten()
             index = PrefixIndex(torch.tensor([t for s in samples for t in s]), [len(s) for s in samples])
-            padding = torch.tensor([0]) if number % 2 else None
+            padding = ([0], None, [0, 1])[number % 3]
             answers = []
             for device in ("cpu", "cuda"):
                 where = torch.device(device)
                 segments = Segments.of((8, length), device=where)
-                declared = None if padding is None else padding.to(where)
-                located = locate(index.to(where), tokens.to(where), segments, padding_token_ids=declared)
+                located = locate(index.to(where), tokens.to(where), segments, padding_token_ids=padding)
                 first = segments.start + located.start
                 found, is_padding = segments.rows(first, located.count, located.row, located.extra)
                 is_padding = torch.zeros_like(found, dtype=torch.bool) if is_padding is None else is_padding

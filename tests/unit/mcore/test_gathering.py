@@ -6,11 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import megatron_router_replay as mrr
 from megatron_router_replay.errors import TraceError
 from megatron_router_replay.mcore.sessions import gathering
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trace.merge import merge_traces
+from tests.unit.mcore.tiny_chunk import ROWS, Chunk, tokens
 
 NUM_STAGES, TOPK = 4, 2
 
@@ -114,7 +117,61 @@ def test_samples_of_one_rank_that_are_not_those_of_the_whole_raise(monkeypatch):
     with pytest.raises(TraceError, match=r"sequence_lengths .*60.*64"):
         Threads(2).run(monkeypatch, [short, whole])
     equal = whole.with_samples([40, 24])
-    assert [trace.sequence_lengths for trace in Threads(2).run(monkeypatch, [equal, whole])] == [(40, 24), None]
+    assert [trace.sequence_lengths for trace in Threads(2).run(monkeypatch, [equal, whole])] == [(40, 24)] * 2
+
+
+def test_ranks_of_a_replica_that_recorded_different_samples_raise(monkeypatch):
+    """A forward failed on one of them alone: its rows would be those of other samples."""
+    whole = parts_of(4, 64)[1].with_samples([40, 24])
+    for other in (whole.with_samples([32, 32]), whole[:40].with_samples([40])):
+        for parts in ([whole, other], [other, whole]):
+            with pytest.raises(TraceError, match="MRR107: cannot gather: rank 1 recorded"):
+                Threads(2).run(monkeypatch, parts, [(0,), (0,)])
+
+
+def test_stages_without_moe_layers_that_are_gathered_first_leave_the_samples_to_the_other_stages(monkeypatch):
+    dense = RoutingTrace(topk_indices=torch.zeros(0, 0, TOPK, dtype=torch.int64), layer_numbers=(), num_experts=16)
+    without = Threads(2).run(monkeypatch, [dense, dense], [(0,), (1,)])[0]
+    routed = parts_of(4, 64)[1].with_samples([40, 24])
+    for trace in Threads(2).run(monkeypatch, [routed, without], [(0, 1), (0, 1)]):
+        assert trace == routed
+
+
+# ---- whole sessions, on two ranks
+
+
+def record_on(ranks):
+    chunk, rank = Chunk(), dist.get_rank()
+    with mrr.record(chunk) as recording:
+        if rank in ranks:
+            chunk(tokens()[:, rank:])
+    trace = recording.gather()
+    return trace.sequence_lengths, trace.token_ids.tolist()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_data_parallel_rank_without_a_forward_adds_no_sample(on_ranks, rank):
+    expected = (4 - rank,) * 2, tokens()[:, rank:].flatten().tolist()
+    assert on_ranks(2, record_on, [rank]) == [expected] * 2
+
+
+def gather_where_a_row_came_twice():
+    """Of rank 1's part, in the first of two groups; each rank alone is the second one."""
+    chunk, rank = Chunk(), dist.get_rank()
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    with mrr.record(chunk) as recording:
+        for i in range(1 + rank):
+            recording.microbatch(ROWS)
+            chunk(tokens(seed=1 + i))
+    with pytest.raises(TraceError) as error:
+        recording.gather(None, alone)
+    return str(error.value)
+
+
+def test_a_rank_whose_part_cannot_be_read_raises_on_all_ranks_that_gather(on_ranks):
+    first, second = on_ranks(2, gather_where_a_row_came_twice)
+    assert first.startswith("MRR422: cannot gather, because ranks [1] have no part: row 0 was routed twice")
+    assert second.startswith("MRR422: row ")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import megatron_router_replay as mrr
+from megatron_router_replay.mcore.core.hooks import sources_of
 from megatron_router_replay.mcore.sessions.group_check import GroupCheck, GroupResult, Numbers, judge_replay
 from tests.unit.mcore.tiny_chunk import ROWS, Chunk, random_trace, tokens
 
@@ -136,6 +137,28 @@ def test_a_rank_that_is_in_order_says_which_are_not(on_ranks):
 
 def at_fault():
     return step(too_many=dist.get_rank() == 1)
+
+
+def rebuilt_on_a_rank():
+    """A check of rank 1 fails itself: its model got a router that was never numbered."""
+    chunk, rank = Chunk(), dist.get_rank()
+    routers = chunk.routers
+    session = mrr.replay(chunk, random_trace(8))
+    session.microbatch(ROWS)
+    chunk(tokens())
+    if rank == 1:
+        chunk.layers[1].router = Chunk().routers[1]
+        chunk.layers[1].router.layer_number = None
+    with pytest.raises(mrr.RouterReplayError) as error:
+        session.close()
+    assert not any(map(sources_of, routers))
+    return str(error.value)
+
+
+def test_a_check_that_fails_itself_releases_the_routers_and_no_rank_waits(on_ranks):
+    first, second = on_ranks(2, rebuilt_on_a_rank)
+    assert "ranks [1] left their session by an exception" in first
+    assert "has no layer_number" in second
 
 
 def in_groups():

@@ -15,7 +15,6 @@ from megatron_router_replay.mcore.batches.segments import Segments
 
 Samples = list[list[int]]
 NUM_SEGMENTS = 100_000 if os.environ.get("CI_ALL") else 6_000
-ZERO = torch.tensor([0])
 A, B = [5, 6, 7], [5, 8]
 TURNS = [[1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7]]
 
@@ -60,6 +59,12 @@ def test_ranks_of_context_parallelism_hold_what_the_split_gives_them(
 def test_cu_seqlens_that_do_not_fit_raise(bad: list[int], cp_size: int) -> None:
     with pytest.raises(LayoutError, match="MRR204"):
         Segments.of((1, 8 // cp_size), torch.tensor(bad), cp_size=cp_size)
+
+
+@pytest.mark.parametrize("lengths", [[0, 3], [0, 3, 5, 8], [0, 5, 8], [0, 3, 2]])
+def test_lengths_that_do_not_fit_their_sequences_raise(lengths: list[int]) -> None:
+    with pytest.raises(LayoutError, match=r"MRR204: cu_seqlens_q .* do not fit cu_seqlens_q_padded \[0, 4, 8\]"):
+        Segments.of((1, 8), torch.tensor([0, 4, 8]), unpadded=torch.tensor(lengths))
 
 
 # ---- random segments, compared with every reading that the table allows
@@ -118,6 +123,8 @@ def check(samples: Samples, segment: list[int], located: Located, at: int, **how
         assert len(possible) > 1, case
         return "raised"
     assert (start, count, found.extra, whole and count > 0) in possible, case
+    if count and how["bound"] is None and any(token not in how["padding"] for token in segment):
+        assert {reading[0] for reading in possible} == {start}, case  # other starts would be of other rows
     flat = [(number, position) for number, sample in enumerate(samples) for position in range(len(sample))]
     for offset in range(count):
         number, position = flat[found.row + offset]
@@ -128,7 +135,7 @@ def check(samples: Samples, segment: list[int], located: Located, at: int, **how
     return "found"
 
 
-@pytest.mark.parametrize("how", ["declared", "bounded", "packed"])
+@pytest.mark.parametrize("how", ["declared", "two tokens", "bounded", "packed"])
 def test_random_segments_are_read_as_a_search_of_all_readings_does(how: str) -> None:
     rng, seen = random.Random(7), {"found": 0, "raised": 0}
     while sum(seen.values()) < NUM_SEGMENTS // 3:
@@ -141,18 +148,20 @@ def test_random_segments_are_read_as_a_search_of_all_readings_does(how: str) -> 
             layout = Segments.of((1, int(cu_seqlens[-1])), cu_seqlens)
         else:
             length = max(map(len, segments)) + rng.randint(0, 2)
-            left = how == "declared" and rng.random() < 0.5
-            filler = [[0] * (length - len(segment)) for segment in segments]
+            left = how in ("declared", "two tokens") and rng.random() < 0.5
+            fillers = [0, 1] if how == "two tokens" else [0]
+            filler = [[rng.choice(fillers) for _ in range(length - len(segment))] for segment in segments]
             padded = [f + s if left else s + f for s, f in zip(segments, filler)]
             layout = Segments.of((len(padded), length))
         tokens = torch.tensor([token for segment in padded for token in segment], dtype=torch.int64)
         if how == "bounded":
             bounds = [len(segment) for segment in segments]
             layout = layout.bound(torch.tensor([[at >= bound for at in range(length)] for bound in bounds]).flatten())
-        located = locate(index, tokens, layout, padding_token_ids=None if how == "bounded" else ZERO)
-        padding = set() if how == "bounded" else {0}
+        declared = {"bounded": None, "two tokens": [0, 1]}.get(how, [0])
+        located = locate(index, tokens, layout, padding_token_ids=declared)
+        padding = set(declared or ())
         for at, segment in enumerate(padded):
-            how_to_read = {"padding": padding, "bound": bounds[at], "left": how == "declared"}
+            how_to_read = {"padding": padding, "bound": bounds[at], "left": how in ("declared", "two tokens")}
             seen[check(samples, segment, located, at, **how_to_read)] += 1
     assert seen["found"] > NUM_SEGMENTS // 10
     assert seen["raised"] > NUM_SEGMENTS // 100

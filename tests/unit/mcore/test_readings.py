@@ -43,6 +43,12 @@ def test_a_beginning_that_may_be_declared_padding_is_no_silent_choice() -> None:
     with pytest.raises(RouterReplayError, match=r"MRR206: .* tokens before sample 0 may be padding"):
         rows_replayed([[1, 2, 3], [3]], [1, 2, 3], padding_token_ids=[1, 2])
     assert rows_replayed([[1, 2, 3], [3]], [1, 2, 3], padding_token_ids=[1]) == 3
+    # 3 may be padding, and so may the three tokens that sample 1 begins with.
+    with pytest.raises(RouterReplayError, match=r"MRR206: .* may be padding"):
+        rows_replayed([[0, 1], [3, 1, 3, 0, 2]], [2, 3, 3, 1, 3, 0, 2], padding_token_ids=[1, 2, 3])
+    # Sample 0 or 1 ends where padding begins; or sample 2, with another token after it, begins after padding.
+    with pytest.raises(RouterReplayError, match=r"MRR206: .* may be padding"):
+        rows_replayed([[2, 2, 1], [2, 2, 1, 2], [2]], [2, 2, 1, 2, 2], padding_token_ids=[2])
     # Of a run of one token, all or a part may be padding.
     with pytest.raises(RouterReplayError, match=r"MRR206: .* tokens before sample 0 may be padding"):
         rows_replayed([[0, 0, 5], [0, 5]], [0, 0, 5], padding_token_ids=[0])
@@ -52,6 +58,16 @@ def test_a_token_that_may_be_padding_is_a_samples_where_no_forward_shows_padding
     assert rows_replayed([[0, 5, 6], [5, 6]], [0, 5, 6]) == 3
     with pytest.raises(RouterReplayError, match="token 0 may be padding or a part of a sample"):
         rows_replayed([[5, 6, 7], [5, 6, 7, 0, 9]], [5, 6, 7, 0])
+
+
+def test_a_token_may_be_appended_after_padding_on_the_left() -> None:
+    assert rows_replayed([[5, 6, 7], [8]], [0, 0, 5, 6, 7, 9]) == 3
+    # Sample 0 with 1 appended, or sample 1, after padding.
+    with pytest.raises(RouterReplayError, match=r"MRR206: .* tokens before sample 0 may be padding"):
+        rows_replayed([[0, 0], [1]], [0, 0, 0, 0, 0, 1])
+    # Sample 0 with 1 appended and 2 as padding, or sample 1 after padding.
+    with pytest.raises(RouterReplayError, match=r"MRR207: .* token 2 stands where a sequence leaves its sample"):
+        rows_replayed([[0], [1, 2, 2]], [0, 1, 2, 2])
 
 
 def counts_on_a_gpu() -> list[int]:

@@ -64,6 +64,24 @@ def test_a_row_that_one_chunk_routed_and_the_other_did_not_raises():
         recording.trace()
 
 
+@pytest.mark.parametrize(
+    ("of_first", "of_second", "message"),
+    [
+        ([0, 1], [1, 0], "row 0 was routed for two different tokens, last in chunk 1"),
+        ([0, 1], [0, 1, 2], "chunk 1 recorded samples of other lengths than the first chunk"),
+    ],
+)
+def test_chunks_that_ran_different_micro_batches_raise(of_first, of_second, message):
+    """Each chunk numbers the tokens of its forwards: a row would have the routes of two tokens."""
+    stages = virtual_stages()
+    with mrr.record(stages) as recording:
+        for stage, seeds in zip(stages, (of_first, of_second)):
+            for seed in seeds:
+                stage(tokens(seed=seed))
+    with pytest.raises(TraceError, match=message):
+        recording.trace()
+
+
 def test_several_chunks_must_be_named():
     stages = virtual_stages()
     session = mrr.record(stages)

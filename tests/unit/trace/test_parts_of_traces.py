@@ -18,6 +18,10 @@ def test_layers_are_taken_by_their_number():
     assert chosen.topk_indices.data_ptr() == trace.topk_indices[:, 1:].data_ptr()  # a view
     assert trace.select_layers([]).num_layers == 0
     assert trace.select_layers([4, 4]).layer_numbers == (4,)
+    numbers = trace.select_layers(torch.tensor([4, 4])).layer_numbers
+    assert (numbers, [type(number) for number in numbers]) == ((4,), [int])
+    with pytest.raises(TraceError, match=r"layer_number=4\.0 must be an integer"):
+        trace.select_layers([4.0])
     with pytest.raises(TraceError, match=r"no layer_number 3; it has \[2, 4\]"):
         trace.layer(3)
 
@@ -75,6 +79,17 @@ def test_an_empty_batch_adds_no_sample_and_takes_none_of_the_metadata_away():
         assert [sample.token_ids.tolist() for sample in joined.samples()] == [[1], [2, 3]]
     twice = concat_traces([empty, empty])
     assert (twice.num_tokens, twice.sequence_lengths, twice.sample_ids) == (0, (), None)
+    # Nor does it ask of others for metadata that it has of no rows.
+    named = make(np.zeros((0, 2, 2), np.int32), sequence_lengths=(), sample_ids=(), token_ids=[], weight_version=4)
+    plain = make(sequence_lengths=(3,))
+    assert concat_traces([named, plain]) == concat_traces([plain, named]) == plain
+
+
+def test_a_trace_without_routes_has_no_weight_version_that_others_could_miss():
+    aborted, done = make(ROUTES[:1], replay_mask=[False]), make(weight_version=4)
+    assert concat_traces([aborted, done, aborted]).weight_version.tolist() == [-1, 4, 4, 4, -1]
+    with pytest.raises(TraceError, match="trace 0 has weight_version, trace 1 has none"):
+        concat_traces([done, make(ROUTES[:1])])
 
 
 def test_a_sample_of_no_tokens_stays_a_sample():

@@ -83,6 +83,17 @@ REFUSED = {
     ),
     "300 of 8": (dict(routes=[[[0, 300], [2, 1]]], num_experts=8), "outside 0..7"),
     "a row of -1 in one layer only": (dict(routes=[[[0, 1], [-1, -1]]]), "outside 0..3"),
+    "uint8 of 257 experts": (
+        dict(routes=np.uint8(ROUTES), num_experts=257),
+        "uint8, which cannot hold ids of 257 experts",
+    ),
+    "255 in int8, which is -1": (
+        dict(routes=np.array([[[255]]]).astype(np.int8), layer_numbers=(1,), num_experts=256),
+        "int8, which cannot hold ids of 256 experts",
+    ),
+    "rows of several lengths": (dict(routes=[[[0, 1], [2]]]), "topk_indices must be an array, got list"),
+    "a mask of several lengths": (dict(replay_mask=[[True], [True, False]]), "replay_mask must be an array"),
+    "a mask of texts": (dict(replay_mask=["a", "b", "c"]), "[3] bool, got <U1 from list"),
     "floats": (dict(routes=np.zeros((1, 2, 2))), "float64"),
     "floats of torch": (dict(routes=torch.zeros(1, 2, 2)), "got torch.float32"),
     "strings": (dict(routes=[[["a", "b"], ["c", "d"]]]), "must hold integers"),

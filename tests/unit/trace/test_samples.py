@@ -18,6 +18,11 @@ def test_samples_follow_one_another_and_the_last_token_has_no_route() -> None:
     assert trace.replay_mask.tolist() == [True, True, False, False], "of sample 1, a row for its last token is no route"
     assert trace.topk_indices[:2].tolist() == ONE
     assert (trace.sample_ids, trace.weight_version.tolist()) == (("a", "b"), [3] * 4)
+    for version in (np.int64(3), torch.tensor(3)):
+        again = RoutingTrace.from_samples(
+            [[5, 0, 7], [8]], [ONE, TWO], **SIZES, sample_ids=["a", "b"], weight_version=version
+        )
+        assert again == trace
 
 
 def test_a_forward_that_ran_all_tokens_has_a_route_for_each() -> None:
@@ -58,6 +63,7 @@ def test_layers_that_are_not_named_are_dropped() -> None:
         (torch.zeros(2, 2, 2, dtype=torch.uint8), {"num_experts": 257}, "MRR101: sample 1: .* cannot hold ids of 257"),
         (ONE, {"weight_version": [1, [1, 1]]}, r"MRR102: sample 1: .*one or \[3\], got \[2\]"),
         ([[[0], [2]]] * 2, {}, "MRR102: sample 1 has topk=1"),
+        ([[[0, 1], [2]]] * 2, {}, "MRR101: sample 1: routes must be an array, got list"),
     ],
 )
 def test_what_no_router_can_have_chosen_names_its_sample(second: object, options: dict, match: str) -> None:

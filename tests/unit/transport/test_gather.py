@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_router_replay import RoutingTrace
+from megatron_router_replay.errors import TraceError
 from megatron_router_replay.trace.header import TraceFormat
 from megatron_router_replay.transport import TransportError, TransportTimes
 from megatron_router_replay.transport.gather import TraceRows, views_of_bytes
@@ -55,6 +56,15 @@ def test_traces_of_different_kinds_are_refused() -> None:
         TraceRows([_trace(3), _trace(3, token_ids=False)])
     with pytest.raises(TransportError, match="no traces"):
         TraceRows([])
+    with pytest.raises(TransportError, match=r"cannot send dict \(number 1\)"):
+        TraceRows([_trace(3), {}])  # type: ignore[list-item]
+
+
+def test_a_trace_that_was_changed_in_place_is_not_sent() -> None:
+    trace = _trace(3)
+    trace.topk_indices[0] = 0
+    with pytest.raises(TraceError, match="MRR110: topk_indices of the trace was changed in place"):
+        TraceRows([trace])
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ FORMAT = TraceFormat(layer_numbers=(2, 3, 5), topk=8, num_experts=128)
         ([[0], [0]], "each of 0..2 at most once"),
         ([[0], [3]], "each of 0..2 at most once"),
         ([[-1], [0]], "each of 0..2 at most once"),
+        ([0, 1], "a list of samples for each rank: 'int' object"),
+        ([[0.5], [1.5]], "a list of samples for each rank: 'float' object"),
         ([[0, 1, 2]], "give each of dp_size=2 ranks its own samples"),
     ],
 )
@@ -36,6 +38,8 @@ def test_a_partition_that_does_not_fit_is_refused(partition, message) -> None:
     [
         ({"stage_layers": ((1, 2), (2, 3))}, "names a layer twice"),
         ({"stage_layers": ()}, "needs a stage"),
+        ({"stage_layers": (1, 2)}, "a list of layer numbers for each stage: 'int' object"),
+        ({"stage_layers": ((1.5,),)}, "a list of layer numbers for each stage: 'float' object"),
         *(({size: 0}, f"sizes of 1 or more: .*{size}=0") for size in ("dp_size", "cp_size", "tp_size")),
     ],
 )
