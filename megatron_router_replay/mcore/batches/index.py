@@ -75,12 +75,13 @@ class PrefixSums:
 class PrefixIndex:
     """The rows of a trace, sorted by the keys of their prefixes.
 
-    Among equal prefixes, those where a sample ends come first; ties keep the order of the trace. Beside its tokens, it has
-    12 bytes a row, 16 in traces of 2 ** 31 rows or more.
+    Among equal prefixes, those where a sample ends come first, then those of samples with fewer rows without a route; ties
+    keep the order of the trace. Beside its tokens, it has 12 bytes a row, 16 in traces of 2 ** 31 rows or more.
 
     Args:
         token_ids: [num_rows] integers, none below 0.
         sequence_lengths: of the samples; their sum is num_rows.
+        replay_mask: [num_rows] bool, True: the row has a route; None: all have one.
 
     Attributes:
         has_nested_samples: a sample begins with all tokens of a shorter one.
@@ -88,7 +89,7 @@ class PrefixIndex:
         may_lose_a_run: if its first tokens were taken for padding, a sample might begin like a different one.
     """
 
-    def __init__(self, token_ids: Tensor, sequence_lengths: Sequence[int]) -> None:
+    def __init__(self, token_ids: Tensor, sequence_lengths: Sequence[int], replay_mask: Tensor | None = None) -> None:
         device, num_rows = token_ids.device, token_ids.numel()
         self.token_ids = token_ids
         self.bounds = [0, *accumulate(sequence_lengths)]
@@ -106,9 +107,10 @@ class PrefixIndex:
         tokens = pad(token_ids, (1, 1), value=-1)
         keys = PrefixSums(tokens).all_keys(starts, lengths)
         keys[ends - 1] -= _CONTINUES
+        rows = _most_routed_first(starts, lengths, replay_mask)
         order = torch.empty_like(keys)
-        torch.sort(keys, stable=True, out=(self._keys[:-2], order))
-        self._rows[:-2] = order
+        torch.sort(keys if rows is None else keys[rows], stable=True, out=(self._keys[:-2], order))
+        self._rows[:-2] = order if rows is None else rows[order]
         continued = keys[ends - 1] + _CONTINUES
         self.has_nested_samples = bool((self._keys[torch.searchsorted(self._keys, continued)] == continued).any())
         runs = PaddingRuns(tokens, None).leading(starts, ends)
@@ -188,6 +190,21 @@ class PrefixIndex:
         return sample, row - self.bounds[sample]
 
 
+def _most_routed_first(starts: Tensor, lengths: Tensor, replay_mask: Tensor | None) -> Tensor | None:
+    """Return the rows of all samples, those of samples with fewer rows without a route first; None: all have as many."""
+    if replay_mask is None:
+        return None
+    missing = pad((~replay_mask).cumsum(0), (1, 0))
+    missing = missing[starts + lengths] - missing[starts]
+    if bool((missing == missing[0]).all()):
+        return None
+    order = missing.argsort(stable=True)
+    sizes = lengths[order]
+    return torch.repeat_interleave(starts[order] - (sizes.cumsum(0) - sizes), sizes) + torch.arange(
+        len(replay_mask), device=starts.device
+    )
+
+
 def index_of(trace: RoutingTrace) -> PrefixIndex:
     """Return the PrefixIndex of a trace with tokens and samples, which is made once and kept with it.
 
@@ -203,6 +220,6 @@ def index_of(trace: RoutingTrace) -> PrefixIndex:
                 f"MRR108: cannot find rows by tokens: {num_unknown} rows of the trace have no token id. Another rank routed "
                 "them: join the parts with recording.gather() or merge_traces."
             )
-        trace.derived["index"] = PrefixIndex(trace.token_ids, trace.sequence_lengths)
+        trace.derived["index"] = PrefixIndex(trace.token_ids, trace.sequence_lengths, trace.replay_mask)
     index: PrefixIndex = trace.derived["index"]
     return index

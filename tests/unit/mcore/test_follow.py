@@ -319,6 +319,22 @@ def test_equal_samples_use_the_first_and_are_counted() -> None:
     assert check(trace_of([A, B]), [B], [[4, 5, 6]]).segments_ambiguous == 0
 
 
+def test_of_equal_samples_the_one_with_most_routes_is_used() -> None:
+    """An engine lost routes of the first: without them, the forward of the second would run live."""
+    trace = trace_of([A, B, A])
+    routes = trace.topk_indices.clone()
+    routes[-4:] = routes[:4]
+    mask = trace.replay_mask.clone()
+    mask[1:3] = False
+    for lost, rows in ((mask, [7, 8, 9, 10]), (mask.flip(0), [0, 1, 2, 3])):
+        for tokens in (A, A[:3]):  # also where a forward has less than all tokens
+            check(
+                trace_of([A, B, A], routes=routes, replay_mask=lost & trace.replay_mask),
+                [tokens],
+                [rows[: len(tokens)]],
+            )
+
+
 def test_equal_samples_of_other_weights_raise_however_they_were_joined() -> None:
     """Rollouts of a prompt in two steps: their routes are alike, so the version alone shows them."""
     steps = [trace_of([A], weight_version=version) for version in (3, 4)]
