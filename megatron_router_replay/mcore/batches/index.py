@@ -75,8 +75,8 @@ class PrefixSums:
 class PrefixIndex:
     """The rows of a trace, sorted by the keys of their prefixes.
 
-    Among equal prefixes, those where a sample ends come first; ties keep the order of the trace. Beside its tokens, it has
-    12 bytes a row, 16 in traces of 2 ** 31 rows or more.
+    Among equal prefixes, those where a sample ends come first, then those of samples with fewer rows without a route; ties
+    keep the order of the trace. Beside its tokens, it has 12 bytes a row, 16 in traces of 2 ** 31 rows or more.
 
     Args:
         token_ids: [num_rows] integers, none below 0.
@@ -110,8 +110,7 @@ class PrefixIndex:
         keys[ends - 1] -= _CONTINUES
         by_routes = None if replay_mask is None else _order_by_routes(replay_mask, starts, lengths)
         order = torch.empty_like(keys)
-        sorted_first = keys if by_routes is None else keys[by_routes]
-        torch.sort(sorted_first, stable=True, out=(self._keys[:-2], order))
+        torch.sort(keys if by_routes is None else keys[by_routes], stable=True, out=(self._keys[:-2], order))
         self._rows[:-2] = order if by_routes is None else by_routes[order]
         continued = keys[ends - 1] + _CONTINUES
         self.has_nested_samples = bool((self._keys[torch.searchsorted(self._keys, continued)] == continued).any())

@@ -54,8 +54,8 @@ class SessionReport:
         decisions: (row, layer) pairs by treatment; pairs that were not counted are missing.
         flips_of_layer: layer number -> how many of its recomputed decisions would have chosen different experts.
         agreement: of the live router with the replayed routes; None: they were not compared.
-        counted_at: layer number and tensor-parallel replica of the routers that counted rows and micro-batches, and the number
-            of this rank among those with parts of the same micro-batches; None: this rank has no such routers.
+        counted_at: layer number and tensor-parallel replica of the routers that counted rows and micro-batches, and this
+            rank's number among those with parts of the same micro-batches; None: this rank has no such routers.
     """
 
     kind: str
