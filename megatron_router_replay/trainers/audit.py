@@ -39,7 +39,8 @@ class Findings:
         right, wrong: decisions (a token in a layer) with the rollout's experts, and with different ones.
         without_route: decisions of tokens that the rollout has no route of, and of padding.
         recomputed, recomputed_wrong: decisions of recomputes with a route, and those with other experts than the rollout's.
-        not_found: forwards with tokens of no sample, or with more or fewer rows in a router; they were not compared.
+        not_found: forwards with tokens of no sample, or with more or fewer rows in a router, and routers that ran outside of
+            a forward of their model; they were not compared.
         first: the first wrong decision, in words; "": there is none.
     """
 
@@ -94,6 +95,7 @@ class _WatchedChunk:
         self._model, self._trace, self._follower, self._findings = unwrap(chunk), trace, follower, findings
         self._routers = [found for found in find_routers(chunk) if not found.is_mtp]
         self._rows: Tensor | None = None  # of the forward that runs now, as the routers see them; None: not found
+        self._is_entered = False  # a forward runs now, so its rows were found, or counted as not found
         self._decisions: list[tuple[str, bool, Tensor, Tensor, Tensor]] = []
 
     def add_hooks(self) -> list[Any]:
@@ -102,7 +104,10 @@ class _WatchedChunk:
             return []
         device = next(self._model.parameters()).device
         self._trace = with_index(self._trace, [found.layer_number for found in self._routers], device)
-        handles: list[Any] = [self._model.register_forward_pre_hook(self._entered, with_kwargs=True)]
+        handles: list[Any] = [
+            self._model.register_forward_pre_hook(self._entered, with_kwargs=True),
+            self._model.register_forward_hook(self._left, always_call=True),
+        ]
         for found in self._routers:
             routed = partial(self._routed, found.layer_number, deque())
             handles.append(found.router.register_forward_hook(routed))
@@ -112,6 +117,7 @@ class _WatchedChunk:
         """Find the rows of a forward's tokens."""
         if _in_backward():
             return
+        self._is_entered = True
         try:
             inputs, index = read_inputs(module, args, kwargs), self._trace.derived["index"]
             rows = self._follower.find(module, inputs, index, "audit").rows
@@ -129,6 +135,10 @@ class _WatchedChunk:
             sequence_parallel=bool(config.sequence_parallel),
         )
 
+    def _left(self, *_: Any) -> None:
+        """Forget the rows of a forward that ends: routers that run after it have tokens of their own."""
+        self._rows, self._is_entered = None, False
+
     def _routed(
         self, layer_number: int, forwards: deque[Tensor | None], router: nn.Module, args: Any, output: Any
     ) -> None:
@@ -141,7 +151,8 @@ class _WatchedChunk:
             rows = self._rows
             forwards.append(rows)
         if rows is None or len(rows) != len(used):
-            self._findings.not_found += rows is not None
+            is_known = is_recompute or self._is_entered
+            self._findings.not_found += rows is not None or not is_known
             return
         at_trace = rows.clamp(min=0)
         has_route = ((rows >= 0) & self._trace.replay_mask[at_trace]).to(used.device)

@@ -179,6 +179,10 @@ def make_trace(chunks: Any, tokens: Sequence[Any], routes: Sequence[Any], last_t
     chunks = as_chunks(chunks)
     numbers = layer_numbers_of(chunks)
     config: Any = unwrap(chunks[0]).config
+    if missing := [i for i, each in enumerate(routes) if each is None]:
+        raise PayloadError(
+            f"MRR802: samples {missing[:8]} have no routes, and others have: drop them from the rollout."
+        )
     rows = [torch.as_tensor(each).detach().cpu() for each in routes]
     for i, part in enumerate(rows):
         if part.dim() != 3 or part.shape[1] == len(numbers):

@@ -259,6 +259,13 @@ def test_samples_that_no_pass_replayed_raise_at_the_next_rollout(trainer, chunks
         follow.active().enter(chunks, samples)
 
 
+def test_samples_without_routes_among_others_are_named(trainer, chunks):
+    follow.install("slime", lambda: True, {})
+    ids, routes = samples()
+    with pytest.raises(PayloadError, match=r"MRR802: samples \[1, 3\] have no routes, and others have"):
+        follow.active().enter(chunks, lambda: (ids, [None if i in (1, 3) else part for i, part in enumerate(routes)]))
+
+
 def test_a_pass_that_replays_without_samples_raises(trainer, chunks):
     follow.install("slime", lambda: True, {})
     with pytest.raises(ReplayStateError, match="MRR809: a pass of slime replays, and no samples came in"):
@@ -343,6 +350,22 @@ def test_a_planted_wrong_row_is_found_and_nothing_else(case, on_ranks):
         assert first.startswith(f"layer 3, sample 3, position 5, token {token}: the router used experts [")
 
 
+def test_an_audit_counts_routers_that_run_outside_of_a_forward(trainer, chunks):
+    """As in combined 1F1B, where a plan of the layers runs in place of the model's forward."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from megatron_router_replay.trainers.audit import compared
+
+    ids, routes = samples()
+    router = next(each for each in chunks[0].modules() if isinstance(each, TopKRouter))
+    with compared(chunks, follow.make_trace(chunks, ids, routes, "unrouted"), {}) as findings, torch.no_grad():
+        router(torch.zeros(len(ids[0]), 1, router.config.hidden_size))
+        chunks[0](ids[0][None], torch.arange(len(ids[0]))[None], None)
+        router(torch.zeros(len(ids[0]), 1, router.config.hidden_size))
+    assert (findings.right + findings.wrong, findings.without_route) == (3 * (len(ids[0]) - 1), 3)
+    assert findings.not_found == 2
+
+
 def test_an_audit_logs_samples_that_a_replay_refuses(trainer, chunks, monkeypatch, caplog):
     ids, routes = samples()
     short = [routes[0][1:], *routes[1:]]
@@ -382,6 +405,17 @@ def test_token_ids_travel_with_routes_of_any_topk(topk, dtype):
         back = token_layers.remove(filled, ids, sample=0)
         assert torch.equal(back[:5], routes[:5].to(torch.int16))
         assert bool((back[5] == -1).all())
+
+
+def test_a_message_without_tokens_is_joined_with_the_others():
+    """As NeMo-RL does: an observation may be empty, and newer NeMo-RLs give every message rows of routes."""
+    log = [
+        {"token_ids": torch.arange(length), "routed_experts": torch.ones(length, 3, 2, dtype=torch.int16)}
+        for length in (2, 0, 3)
+    ]
+    nemo_rl._add_tokens(log, sample=0)
+    values, ids = (torch.cat([message[name] for message in log]) for name in ("routed_experts", "token_ids"))
+    assert torch.equal(token_layers.remove(values, ids, sample=0, at_least=5), torch.ones(5, 3, 2, dtype=torch.int16))
 
 
 @pytest.mark.parametrize("topk", [1, 4])

@@ -75,12 +75,14 @@ class PrefixSums:
 class PrefixIndex:
     """The rows of a trace, sorted by the keys of their prefixes.
 
-    Among equal prefixes, those where a sample ends come first; ties keep the order of the trace. Beside its tokens, it has
-    12 bytes a row, 16 in traces of 2 ** 31 rows or more.
+    Among equal prefixes, those where a sample ends come first, then those of samples with fewer rows without a route; ties
+    keep the order of the trace. Beside its tokens, it has 12 bytes a row, 16 in traces of 2 ** 31 rows or more.
 
     Args:
         token_ids: [num_rows] integers, none below 0.
         sequence_lengths: of the samples; their sum is num_rows.
+        replay_mask: [num_rows] bool, True: the row has a route; None: all have. Of samples with equal prefixes, those that
+            lack the fewest routes come first.
 
     Attributes:
         has_nested_samples: a sample begins with all tokens of a shorter one.
@@ -88,7 +90,7 @@ class PrefixIndex:
         may_lose_a_run: if its first tokens were taken for padding, a sample might begin like a different one.
     """
 
-    def __init__(self, token_ids: Tensor, sequence_lengths: Sequence[int]) -> None:
+    def __init__(self, token_ids: Tensor, sequence_lengths: Sequence[int], replay_mask: Tensor | None = None) -> None:
         device, num_rows = token_ids.device, token_ids.numel()
         self.token_ids = token_ids
         self.bounds = [0, *accumulate(sequence_lengths)]
@@ -106,9 +108,10 @@ class PrefixIndex:
         tokens = pad(token_ids, (1, 1), value=-1)
         keys = PrefixSums(tokens).all_keys(starts, lengths)
         keys[ends - 1] -= _CONTINUES
+        by_routes = None if replay_mask is None else _order_by_routes(replay_mask, starts, lengths)
         order = torch.empty_like(keys)
-        torch.sort(keys, stable=True, out=(self._keys[:-2], order))
-        self._rows[:-2] = order
+        torch.sort(keys if by_routes is None else keys[by_routes], stable=True, out=(self._keys[:-2], order))
+        self._rows[:-2] = order if by_routes is None else by_routes[order]
         continued = keys[ends - 1] + _CONTINUES
         self.has_nested_samples = bool((self._keys[torch.searchsorted(self._keys, continued)] == continued).any())
         runs = PaddingRuns(tokens, None).leading(starts, ends)
@@ -188,6 +191,16 @@ class PrefixIndex:
         return sample, row - self.bounds[sample]
 
 
+def _order_by_routes(replay_mask: Tensor, starts: Tensor, lengths: Tensor) -> Tensor | None:
+    """Return the rows, [n], those of samples that lack fewer routes first; None: all samples are alike."""
+    routed = pad(replay_mask.cumsum(0), (1, 0))
+    # An engine does not route the last token of a sample, so one is no lack.
+    lacking = (lengths - routed[starts + lengths] + routed[starts]).clamp(min=1)
+    if bool((lacking == lacking[0]).all()):
+        return None
+    return torch.repeat_interleave(lacking, lengths).argsort(stable=True)
+
+
 def index_of(trace: RoutingTrace) -> PrefixIndex:
     """Return the PrefixIndex of a trace with tokens and samples, which is made once and kept with it.
 
@@ -203,6 +216,6 @@ def index_of(trace: RoutingTrace) -> PrefixIndex:
                 f"MRR108: cannot find rows by tokens: {num_unknown} rows of the trace have no token id. Another rank routed "
                 "them: join the parts with recording.gather() or merge_traces."
             )
-        trace.derived["index"] = PrefixIndex(trace.token_ids, trace.sequence_lengths)
+        trace.derived["index"] = PrefixIndex(trace.token_ids, trace.sequence_lengths, trace.replay_mask)
     index: PrefixIndex = trace.derived["index"]
     return index

@@ -50,12 +50,12 @@ class SessionReport:
         rows_live: rows without a route, decided by the live router (and frozen for their recompute).
         rows_padding: rows that are padding; the live router decides them, too.
         rows_repeated: rows that a micro-batch names a second time, counted where rows are on the host.
-        segments_ambiguous: sequences that several samples of the trace begin with; the first one's rows were used.
+        segments_ambiguous: sequences that several samples begin with; the first one that lacks the fewest routes was used.
         decisions: (row, layer) pairs by treatment; pairs that were not counted are missing.
         flips_of_layer: layer number -> how many of its recomputed decisions would have chosen different experts.
         agreement: of the live router with the replayed routes; None: they were not compared.
-        counted_at: layer number and tensor-parallel replica of the routers that counted rows and micro-batches, and the number
-            of this rank among those with parts of the same micro-batches; None: this rank has no such routers.
+        counted_at: layer number and tensor-parallel replica of the routers that counted rows and micro-batches, and this
+            rank's number among those with parts of the same micro-batches; None: this rank has no such routers.
     """
 
     kind: str
