@@ -94,6 +94,10 @@ class TrainerReplay:
                 )
             tokens, routes = samples()
             trace = make_trace(chunks, tokens, routes, last_token)
+            if self.audits:
+                from megatron_router_replay.trainers.audit import comparable
+
+                trace = comparable(trace)
         except Exception as caught:  # whatever it is, the other ranks must not wait for this one
             error = caught
         error = error_of_all(error)
@@ -180,7 +184,9 @@ def make_trace(chunks: Any, tokens: Sequence[Any], routes: Sequence[Any], last_t
     numbers = layer_numbers_of(chunks)
     config: Any = unwrap(chunks[0]).config
     if missing := [i for i, each in enumerate(routes) if each is None]:
-        raise PayloadError(f"MRR802: samples {missing[:8]} have no routes, and others have: drop them from the rollout.")
+        raise PayloadError(
+            f"MRR802: samples {missing[:8]} have no routes, and others have: drop them from the rollout."
+        )
     rows = [torch.as_tensor(each).detach().cpu() for each in routes]
     for i, part in enumerate(rows):
         if part.dim() != 3 or part.shape[1] == len(numbers):

@@ -366,6 +366,25 @@ def test_an_audit_counts_routers_that_run_outside_of_a_forward(trainer, chunks):
     assert findings.not_found == 2
 
 
+def test_an_audit_compares_no_route_in_which_equal_samples_differ(trainer, chunks, monkeypatch):
+    """An engine's noise: the trainer replays each sample's own route, and its tokens do not say which sample it is."""
+    monkeypatch.setenv("MRR_AUDIT", "raise")
+    replay = follow.install("slime", lambda: True, {})
+    tokens = torch.arange(1, 9)
+    own = oracle.own_routes(chunks, tokens)[:-1]
+    noisy = own.clone()
+    noisy[4, 2, 0] = min(set(range(oracle.EXPERTS)) - set(own[4, 2].tolist()))
+    replay.enter(chunks, lambda: ([tokens, tokens], [noisy, own]))
+
+    def schedule(**kwargs):
+        with torch.no_grad():
+            chunks[0](tokens[None], torch.arange(8)[None], None)
+
+    replay.run(schedule, model=chunks)
+    (findings,) = replay.findings
+    assert (findings.right, findings.wrong, findings.without_route) == (3 * 6, 0, 3 * 2)
+
+
 def test_an_audit_logs_samples_that_a_replay_refuses(trainer, chunks, monkeypatch, caplog):
     ids, routes = samples()
     short = [routes[0][1:], *routes[1:]]
