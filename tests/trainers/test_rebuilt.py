@@ -412,6 +412,22 @@ def test_a_module_that_waits_is_hooked_once_however_often_it_is_looked_for(tmp_p
     assert "looked_for" not in seams._finder.waiting
 
 
+def test_a_method_with_text_at_the_left_margin_is_read(tmp_path, monkeypatch):
+    text = 'class Actor:\n    def fill(self, data):\n        """Fill.\n\nqueues of data\n        """\n        return data\n'
+    (tmp_path / "margin.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("margin")
+    seams.hook(seams.Seam("margin", "Actor.fill", "self data", words="queues"), lambda original, me, data: -data)
+    assert module.Actor().fill(3) == -3
+    seams.Seam("margin", "Actor.fill", "self data", words="queues").check(seams.source_of(text, "Actor.fill"))
+
+
+@pytest.mark.parametrize("arguments", [[], ["slime"], ["nobody", "."], ["audit", "."]])
+def test_the_check_of_a_checkout_says_how_it_is_called(arguments):
+    with pytest.raises(SystemExit, match=r"python -m megatron_router_replay\.trainers\.seams TRAINER FOLDER"):
+        seams.main(arguments)
+
+
 @pytest.mark.parametrize("topk", [1, 2, 3, 8])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
 def test_token_ids_travel_with_routes_of_any_topk(topk, dtype):
