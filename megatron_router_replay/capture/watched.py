@@ -135,8 +135,8 @@ class Watched:
     def release_cache(self) -> None:
         """Give the cache its own method back."""
         cache = self._cache()
-        if cache is not None:
-            del cache.reorder_cache
+        if cache is not None:  # a watch inside this one may have given it back
+            vars(cache).pop("reorder_cache", None)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from megatron_router_replay.store import TraceStore, merge_traces
 from megatron_router_replay.store.atomic import naming
 from megatron_router_replay.store.file import map_trace
 from megatron_router_replay.trace import RoutingTrace
+from megatron_router_replay.trace.merge import of_the_longest
 
 PathLike = Union[str, "os.PathLike[str]"]
 TraceLike = RoutingTrace | PathLike | Sequence[RoutingTrace | PathLike]
@@ -48,12 +49,13 @@ class TraceSource:
 
     def __init__(self, parts: Sequence[RoutingTrace], name: str, origin: str, files: Sequence[Path] = ()) -> None:
         self.parts, self.name, self.origin, self.files = parts, name, origin, files
-        longest = max(parts, key=lambda part: (part.num_tokens, part.sequence_lengths is not None))
         # A stage of dense layers alone has no number of experts.
         with_layers = next((part for part in parts if part.num_layers), parts[0])
         self.num_experts, self.topk = with_layers.num_experts, with_layers.topk
         self.layer_numbers = tuple(sorted({number for part in parts for number in part.layer_numbers}))
-        self.num_tokens, self.sequence_lengths = longest.num_tokens, longest.sequence_lengths
+        self.num_tokens = max(part.num_tokens for part in parts)
+        # Blocks of rows have no samples, so that their merge compares none.
+        self.sequence_lengths: tuple[int, ...] | None = of_the_longest("sequence_lengths", parts, self.num_tokens)
         self.partners: tuple[int, ...] | None = None
         self._rows: Tensor | None = None
 
@@ -166,8 +168,14 @@ def open_source(
     path = Path(trace)
     origin, files = str(path), [path]
     if path.is_dir():
-        store = TraceStore(path)
-        if steps := store.steps():
+        store, steps = TraceStore(path), TraceStore(path).steps()
+        if not steps and path.name.startswith("step_"):  # perhaps a step of a store, which several runs may have saved
+            store = TraceStore(path.parent)
+            steps = [number for number in store.steps() if store.folder(number) == path]
+            if steps and step not in (None, *steps):
+                raise StoreError(f"MRR505: cannot find step {step} in {path}: it is the folder of step {steps[0]}.")
+            step = steps[0] if steps else step
+        if steps:
             files = list(store.parts(step, run=run).values())
             origin += f", step {steps[0] if step is None else step}"
         elif not (files := sorted(path.glob("*.safetensors"))):

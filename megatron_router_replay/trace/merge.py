@@ -129,8 +129,8 @@ def merge_traces(
         replay_mask=mask,
         token_ids=_merge_per_token("token_ids", parts, names, num_tokens),
         weight_version=_merge_per_token("weight_version", parts, names, num_tokens),
-        sequence_lengths=_of_the_longest("sequence_lengths", parts, num_tokens),
-        sample_ids=_of_the_longest("sample_ids", parts, num_tokens),
+        sequence_lengths=of_the_longest("sequence_lengths", parts, num_tokens),
+        sample_ids=of_the_longest("sample_ids", parts, num_tokens),
     )
 
 
@@ -260,8 +260,12 @@ def _merge_per_token(name: str, parts: Sequence[RoutingTrace], names: Sequence[s
     return merged
 
 
-def _of_the_longest(name: str, parts: Sequence[RoutingTrace], num_tokens: int) -> Any:
-    """Return sequence_lengths or sample_ids of the longest parts, which must agree where they have them."""
+def of_the_longest(name: str, parts: Sequence[RoutingTrace], num_tokens: int) -> Any:
+    """Return sequence_lengths or sample_ids of the longest parts, which must agree where they have them.
+
+    Raises:
+        TraceError: they differ.
+    """
     values = {getattr(part, name) for part in parts if part.num_tokens == num_tokens} - {None}
     if len(values) > 1:
         raise TraceError(f"MRR107: cannot merge parts with different {name}: not of the same batch.")

@@ -63,14 +63,14 @@ def _add_masks(original: Any, message_logs: Any, *args: Any, **kwargs: Any) -> A
 
 def _add_tokens(message_log: list[dict[str, Any]], *, sample: int) -> None:
     """Add the ids of tokens to the routes of a sample's messages, in place."""
-    messages = [each for each in message_log if FIELD in each and len(each["token_ids"])]
+    messages = [each for each in message_log if FIELD in each]
     lengths = [len(each["token_ids"]) for each in messages]
     for each, length in zip(messages, lengths):
         if len(each[FIELD]) != length:
             raise PayloadError(
                 f"MRR802: sample {sample} has a message of {length} tokens with {len(each[FIELD])} rows of routes."
             )
-    if messages:
+    if sum(lengths):  # messages without tokens get the layers as well, because NeMo-RL joins all messages
         ids, routes = (torch.cat([each[name] for each in messages]) for name in ("token_ids", FIELD))
         values = token_layers.add(routes, ids, sample=sample)
         for each, part in zip(messages, torch.split(values, lengths)):

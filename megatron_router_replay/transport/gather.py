@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import accumulate, chain
 from typing import Protocol
 
@@ -44,7 +44,8 @@ class TraceRows:
         TraceError: a trace was changed in place.
     """
 
-    def __init__(self, traces: Sequence[RoutingTrace]) -> None:
+    def __init__(self, traces: Iterable[RoutingTrace]) -> None:
+        traces = list(traces)
         if not traces:
             raise TransportError("MRR606: cannot send no traces: at least one is needed.")
         for i, trace in enumerate(traces):

@@ -442,6 +442,17 @@ def test_token_ids_travel_with_routes_of_any_topk(topk, dtype):
         assert bool((back[5] == -1).all())
 
 
+def test_a_message_without_tokens_is_joined_with_the_others():
+    """As NeMo-RL does: an observation may be empty, and newer NeMo-RLs give every message rows of routes."""
+    log = [
+        {"token_ids": torch.arange(length), "routed_experts": torch.ones(length, 3, 2, dtype=torch.int16)}
+        for length in (2, 0, 3)
+    ]
+    nemo_rl._add_tokens(log, sample=0)
+    values, ids = (torch.cat([message[name] for message in log]) for name in ("routed_experts", "token_ids"))
+    assert torch.equal(token_layers.remove(values, ids, sample=0, at_least=5), torch.ones(5, 3, 2, dtype=torch.int16))
+
+
 @pytest.mark.parametrize("topk", [1, 4])
 def test_a_sample_without_tokens_has_no_rows(topk):
     values, ids = torch.zeros(0, 5, topk, dtype=torch.int16), torch.zeros(0, dtype=torch.int64)

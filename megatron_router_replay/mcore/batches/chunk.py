@@ -54,7 +54,7 @@ class Chunk:
             f"rank {rank}, chunk {index}", layers, missing, lambda done: self._session.on_done(self, done)
         )
         group = replayed_routers[0].router.tp_group
-        self._tp_rank, self._tp_size = get_pg_rank(group), get_pg_size(group)
+        self._tp_rank, self._tp_size = int(get_pg_rank(group)), int(get_pg_size(group))
         self._sequence_parallel = bool(self.config.sequence_parallel)
         self.counts = Counts()  # of micro-batches, and of rows by kind
         self._session: Any = None
@@ -90,6 +90,17 @@ class Chunk:
         ranks = [0] if group is None else dist.get_process_group_ranks(group)
         cp_size = max(1, len(ranks) // self._tp_size)  # a router may be given no group of both
         return replica, cp_size * parts, min(ranks)
+
+    @property
+    def forward_part(self) -> int:
+        """Number of this rank among those with parts of the same forwards, by sequence and context parallelism."""
+        group: Any = self.replayed_routers[0].router.tp_cp_group
+        split = self._tp_rank if self._sequence_parallel else 0
+        if group is None:
+            return split
+        # Tensor-parallel ranks are neighbours in it.
+        cp_rank = dist.get_process_group_ranks(group).index(dist.get_rank()) // self._tp_size
+        return cp_rank * self._tp_size + split
 
     def router_shape(self, batch_shape: tuple[int, int]) -> tuple[int, int]:
         """Return (positions, sequences) of what this rank's routers get for [b, s] tokens."""

@@ -81,7 +81,8 @@ class PrefixIndex:
     Args:
         token_ids: [num_rows] integers, none below 0.
         sequence_lengths: of the samples; their sum is num_rows.
-        replay_mask: [num_rows] bool, True: the row has a route; None: all have one.
+        replay_mask: [num_rows] bool, True: the row has a route; None: all have. Of samples with equal prefixes, those that
+            lack the fewest routes come first.
 
     Attributes:
         has_nested_samples: a sample begins with all tokens of a shorter one.
@@ -107,10 +108,10 @@ class PrefixIndex:
         tokens = pad(token_ids, (1, 1), value=-1)
         keys = PrefixSums(tokens).all_keys(starts, lengths)
         keys[ends - 1] -= _CONTINUES
-        rows = _most_routed_first(starts, lengths, replay_mask)
+        by_routes = None if replay_mask is None else _order_by_routes(replay_mask, starts, lengths)
         order = torch.empty_like(keys)
-        torch.sort(keys if rows is None else keys[rows], stable=True, out=(self._keys[:-2], order))
-        self._rows[:-2] = order if rows is None else rows[order]
+        torch.sort(keys if by_routes is None else keys[by_routes], stable=True, out=(self._keys[:-2], order))
+        self._rows[:-2] = order if by_routes is None else by_routes[order]
         continued = keys[ends - 1] + _CONTINUES
         self.has_nested_samples = bool((self._keys[torch.searchsorted(self._keys, continued)] == continued).any())
         runs = PaddingRuns(tokens, None).leading(starts, ends)
@@ -190,19 +191,14 @@ class PrefixIndex:
         return sample, row - self.bounds[sample]
 
 
-def _most_routed_first(starts: Tensor, lengths: Tensor, replay_mask: Tensor | None) -> Tensor | None:
-    """Return the rows of all samples, those of samples with fewer rows without a route first; None: all have as many."""
-    if replay_mask is None:
+def _order_by_routes(replay_mask: Tensor, starts: Tensor, lengths: Tensor) -> Tensor | None:
+    """Return the rows, [n], those of samples that lack fewer routes first; None: all samples are alike."""
+    routed = pad(replay_mask.cumsum(0), (1, 0))
+    # An engine does not route the last token of a sample, so one is no lack.
+    lacking = (lengths - routed[starts + lengths] + routed[starts]).clamp(min=1)
+    if bool((lacking == lacking[0]).all()):
         return None
-    missing = pad((~replay_mask).cumsum(0), (1, 0))
-    missing = missing[starts + lengths] - missing[starts]
-    if bool((missing == missing[0]).all()):
-        return None
-    order = missing.argsort(stable=True)
-    sizes = lengths[order]
-    return torch.repeat_interleave(starts[order] - (sizes.cumsum(0) - sizes), sizes) + torch.arange(
-        len(replay_mask), device=starts.device
-    )
+    return torch.repeat_interleave(lacking, lengths).argsort(stable=True)
 
 
 def index_of(trace: RoutingTrace) -> PrefixIndex:

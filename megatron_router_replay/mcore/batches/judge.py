@@ -155,11 +155,11 @@ class SegmentJudge:
         if key in self._compared:
             return ""
         self._compared.add(key)
-        first, *rest = index_of(self._trace).rivals(segment.row, segment.count, is_whole=bool(segment.is_whole))
-        for other in rest:
-            if why := unlike(self._trace, first, other, segment.count):
+        used = segment.row
+        for other in index_of(self._trace).rivals(used, segment.count, is_whole=bool(segment.is_whole)):
+            if why := unlike(self._trace, used, other, segment.count):
                 return (
-                    f"{self._name(first)} and {self._name(other)} of the trace begin with the same {segment.count} tokens, "
+                    f"{self._name(used)} and {self._name(other)} of the trace begin with the same {segment.count} tokens, "
                     f"which a forward got, and {why}: which of them it holds, its tokens do not say. Replay them in "
                     "different sessions, or queue rows with session.microbatch(rows, model)."
                 )

@@ -232,7 +232,10 @@ class Microbatches:
     # ---- the end
     def report(self, report: SessionReport) -> SessionReport:
         """Return a report of the routers with the counts of micro-batches and rows."""
-        at = {chunk.index: (chunk.replayed_routers[0].layer_number, chunk.row_sharing[0]) for chunk in self.chunks}
+        at = {
+            chunk.index: (chunk.replayed_routers[0].layer_number, chunk.row_sharing[0], chunk.forward_part)
+            for chunk in self.chunks
+        }
         first = min(at.values(), default=None)
         # Later chunks of a virtual pipeline have the same rows.
         chunks = [chunk for chunk in self.chunks if at[chunk.index] == first]

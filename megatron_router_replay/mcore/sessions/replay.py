@@ -188,7 +188,8 @@ class TraceRoutes(Strategy):
     # ---- checks of rows
     def _count_repeated(self, chunk: Chunk, rows: Tensor, num_rows: int) -> None:
         """Count the rows that a micro-batch names twice: one token is trained on the routes of another."""
-        if rows.device.type == "cpu":
+        # Sequence-parallel ranks get the same rows: the first of them counts.
+        if rows.device.type == "cpu" and chunk.sequence_share[0] == 0:
             named = rows.numpy().ravel()
             positions = np.arange(named.size)
             # Where a row is named last; row -1 has the last place. Indexing takes numpy a third of torch's time.

@@ -50,12 +50,12 @@ class SessionReport:
         rows_live: rows without a route, decided by the live router (and frozen for their recompute).
         rows_padding: rows that are padding; the live router decides them, too.
         rows_repeated: rows that a micro-batch names a second time, counted where rows are on the host.
-        segments_ambiguous: sequences that several samples of the trace begin with; the first one's rows were used.
+        segments_ambiguous: sequences that several samples begin with; the first one that lacks the fewest routes was used.
         decisions: (row, layer) pairs by treatment; pairs that were not counted are missing.
         flips_of_layer: layer number -> how many of its recomputed decisions would have chosen different experts.
         agreement: of the live router with the replayed routes; None: they were not compared.
-        counted_at: layer number and tensor-parallel replica of the routers that counted rows and micro-batches; None: this
-            rank has no such routers.
+        counted_at: layer number and tensor-parallel replica of the routers that counted rows and micro-batches, and this
+            rank's number among those with parts of the same micro-batches; None: this rank has no such routers.
     """
 
     kind: str
@@ -71,7 +71,7 @@ class SessionReport:
     decisions: Decisions = field(default_factory=Decisions)
     flips_of_layer: Mapping[int, int] = field(default_factory=dict)
     agreement: LiveAgreement | None = None
-    counted_at: tuple[int, int] | None = None
+    counted_at: tuple[int, int, int] | None = None
 
     @property
     def tokens(self) -> int:
@@ -105,7 +105,8 @@ class SessionReport:
         """Return one report for all ranks of a group, the same on each of them.
 
         A collective: every rank of the group calls it. A row counts once, however many pipeline stages and tensor-parallel
-        ranks route it: the lowest of them count for all. Routers, forwards, recomputes and decisions are added up.
+        ranks route it, and a micro-batch once, however many ranks share it: the lowest of them count for all. Routers,
+        forwards, recomputes and decisions are added up.
 
         Args:
             group: that of the session; None: all ranks of the job.
@@ -185,8 +186,10 @@ def share_of(rows_replayed: int, rows_live: int) -> float | None:
 
 
 _COUNTS = [each.name for each in fields(SessionReport) if str(each.type) == "int"]
-# Counts of the batch, which other ranks repeat; routers and their forwards differ on each rank.
-_OF_BATCH = [name for name in _COUNTS if name not in ("routers", "forwards", "recomputes")]
+_OF_RANK = ("routers", "forwards", "recomputes")
+_OF_FORWARDS = ("microbatches", "segments_ambiguous")
+"""Counts of whole micro-batches: each rank that has a part of one counts it."""
+_OF_ROWS = [name for name in _COUNTS if name not in _OF_RANK + _OF_FORWARDS]
 
 
 def _add_up(reports: Sequence[SessionReport]) -> SessionReport:
@@ -194,9 +197,16 @@ def _add_up(reports: Sequence[SessionReport]) -> SessionReport:
     # Pipeline stages have different lowest layers, so the rows of the first layer are the batch's. Tensor-parallel ranks
     # without sequence parallelism have the same rows, as different replicas. All other ranks have different rows.
     first = min((each.counted_at for each in reports if each.counted_at is not None), default=None)
+
+    def counts_rows(report: SessionReport) -> bool:
+        return (report.counted_at or ())[:2] == (first or ())[:2]
+
+    of_rows = [each for each in reports if counts_rows(each)]
+    of_forwards = [each for each in reports if each.counted_at == first]
     counts = {
-        name: sum(getattr(each, name) for each in reports if name not in _OF_BATCH or each.counted_at == first)
-        for name in _COUNTS
+        name: sum(getattr(each, name) for each in counting)
+        for names, counting in ((_OF_RANK, reports), (_OF_ROWS, of_rows), (_OF_FORWARDS, of_forwards))
+        for name in names
     }
     decisions: dict[str, int] = {}
     flips: dict[int, int] = {}
@@ -211,7 +221,7 @@ def _add_up(reports: Sequence[SessionReport]) -> SessionReport:
         kind=reports[0].kind,
         decisions=cast(Decisions, decisions),
         flips_of_layer=dict(sorted(flips.items())),
-        agreement=_agreement_of([(each.agreement, each.counted_at == first) for each in compared if each.agreement]),
+        agreement=_agreement_of([(each.agreement, counts_rows(each)) for each in compared if each.agreement]),
         counted_at=first,
         **counts,
     )

@@ -70,6 +70,7 @@ def one_layout(case: Case, layers_of_stage: list[list[int]], recomputed_of_stage
     total = report.reduce()
     batch = case.num_tokens * parallel_state.get_data_parallel_world_size()
     assert total.metrics()["router_replay/rows_replayed"] == total.tokens == batch, "a row counts once"
+    assert total.microbatches == case.num_microbatches * parallel_state.get_data_parallel_world_size()
     assert total.forwards == sum(map(len, layers_of_stage)) * case.num_microbatches * case.layout.world_size // len(
         layers_of_stage
     )

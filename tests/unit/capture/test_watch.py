@@ -143,6 +143,15 @@ def test_beams_are_refused_and_the_model_is_left_as_it_was(mixtral):
     assert_exact(mixtral, seen.trace([[*SEQUENCE[0].tolist(), 9]], mask))
 
 
+def test_one_watch_inside_another_leaves_the_model_as_it_was(mixtral):
+    with mrr.capture.watch(mixtral) as outer, mrr.capture.watch(mixtral) as inner:
+        cache = mixtral(SEQUENCE, use_cache=True).past_key_values
+    assert "reorder_cache" not in vars(cache)
+    assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in mixtral.modules()) == 0
+    for seen in (outer, inner):
+        assert_exact(mixtral, seen.trace([[*SEQUENCE[0].tolist(), 9]], torch.ones_like(SEQUENCE)))
+
+
 def test_the_trace_of_a_generate_before_the_last_is_refused(mixtral):
     mask = torch.ones_like(SEQUENCE)
     with mrr.capture.watch(mixtral) as seen:

@@ -194,6 +194,13 @@ def test_parts_of_two_layouts_compare_by_global_rows():
         mrr.diff_traces([whole, big_trace(seed=1)], whole)
 
 
+def test_parts_of_different_batches_are_not_one_trace():
+    stages = [big_trace(21).select_layers(numbers) for numbers in ([2, 3], [4, 5, 6])]
+    parts = [stages[0].with_samples((10, 11)), stages[1].with_samples((11, 10))]
+    with pytest.raises(TraceError, match="MRR107: cannot merge parts with different sequence_lengths"):
+        mrr.diff_traces(parts, big_trace(21))
+
+
 def test_files_of_several_blocks_give_the_same_counts_and_first_rows(tmp_path, monkeypatch):
     a = make_trace(40_000, layer_numbers=(1, 2), topk=1, token_ids=torch.arange(40_000))
     routes = a.topk_indices.clone()
@@ -236,6 +243,13 @@ def test_folders_of_a_store_and_of_loose_files(tmp_path):
     with pytest.raises(StoreError, match=r"runs \[a, b\] saved it. Name one, run="):
         mrr.diff_traces(tmp_path / "store", trace, step_a=8)
     assert mrr.diff_traces(tmp_path / "store", trace, step_a=8, run_a="b").same
+    # The folder of a step alone is no mixture of its runs either.
+    assert mrr.diff_traces(store.folder(7), trace).same
+    with pytest.raises(StoreError, match=r"runs \[a, b\] saved it. Name one, run="):
+        mrr.diff_traces(store.folder(8), trace)
+    assert mrr.diff_traces(store.folder(8), trace, run_a="b").same
+    with pytest.raises(StoreError, match=r"cannot find step 7 in .*: it is the folder of step 8"):
+        mrr.diff_traces(store.folder(8), trace, step_a=7, run_a="b")
 
 
 def exchange_one_expert(a, by_layer):

@@ -319,20 +319,21 @@ def test_equal_samples_use_the_first_and_are_counted() -> None:
     assert check(trace_of([A, B]), [B], [[4, 5, 6]]).segments_ambiguous == 0
 
 
-def test_of_equal_samples_the_one_with_most_routes_is_used() -> None:
-    """An engine lost routes of the first: without them, the forward of the second would run live."""
-    trace = trace_of([A, B, A])
-    routes = trace.topk_indices.clone()
-    routes[-4:] = routes[:4]
-    mask = trace.replay_mask.clone()
-    mask[1:3] = False
-    for lost, rows in ((mask, [7, 8, 9, 10]), (mask.flip(0), [0, 1, 2, 3])):
-        for tokens in (A, A[:3]):  # also where a forward has less than all tokens
-            check(
-                trace_of([A, B, A], routes=routes, replay_mask=lost & trace.replay_mask),
-                [tokens],
-                [rows[: len(tokens)]],
-            )
+def test_of_equal_samples_one_with_routes_is_used() -> None:
+    """An aborted request, or a sample that fills a batch, may have no route where an equal one has."""
+    mask = torch.tensor([False] * 4 + [True, False] * 2 + [True] * 3 + [False])
+    trace = trace_of([A, A, A], routes=alike([A, A, A]).topk_indices, replay_mask=mask)
+    report = check(trace, [A], [[8, 9, 10, 11]])
+    assert (report.rows_replayed, report.segments_ambiguous) == (3, 1)
+
+
+def test_of_equal_samples_the_one_that_lost_fewer_routes_is_used_also_for_a_part_of_it() -> None:
+    trace = trace_of([A, B, A], routes=alike([A, B, A]).topk_indices)
+    first_lost = trace.replay_mask & torch.tensor([True, False, False, True] + [True] * 7)
+    for mask, rows in ((first_lost, [7, 8, 9, 10]), (first_lost.flip(0) & trace.replay_mask, [0, 1, 2, 3])):
+        of_lost = trace_of([A, B, A], routes=trace.topk_indices, replay_mask=mask)
+        for tokens in (A, A[:3]):
+            check(of_lost, [tokens], [rows[: len(tokens)]])
 
 
 def test_equal_samples_of_other_weights_raise_however_they_were_joined() -> None:

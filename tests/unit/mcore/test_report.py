@@ -143,12 +143,13 @@ def summed(*reports):
 
 
 AT = {
-    # layout -> (layer number, replica) of the first chunk of each rank, and its rows; the rows of the batch are 543
-    "one rank": [((1, 0), 543)],
-    "PP2": [((1, 0), 543), ((3, 0), 543)],
-    "PP2, whose first stage has no experts": [(None, 0), ((3, 0), 543)],
-    "a group of the second replicas": [((1, 1), 272), ((1, 1), 271)],
-    "PP2 x TP2 x DP2": [((1 + 2 * pp, tp), rows) for pp in (0, 1) for tp in (0, 1) for rows in (272, 271)],
+    # layout -> (layer number, replica, part) of the first chunk of each rank, and its rows; the rows of the batch are 543
+    "one rank": [((1, 0, 0), 543)],
+    "PP2": [((1, 0, 0), 543), ((3, 0, 0), 543)],
+    "PP2, whose first stage has no experts": [(None, 0), ((3, 0, 0), 543)],
+    "a group of the second replicas": [((1, 1, 0), 272), ((1, 1, 0), 271)],
+    "PP2 x TP2 x DP2": [((1 + 2 * pp, tp, 0), rows) for pp in (0, 1) for tp in (0, 1) for rows in (272, 271)],
+    "CP2 x DP2": [((1, 0, cp), rows) for cp in (0, 1) for rows in (200, 71 + cp)],
 }
 
 
@@ -165,6 +166,7 @@ def test_a_row_of_the_batch_counts_once_in_every_layout(layout):
         543,
     ) * 3
     assert total.forwards == 2 * len(AT[layout])
+    assert total.microbatches == (2 if "DP2" in layout or layout.startswith("a group") else 1)
     replicas = {place[1] for place, _ in AT[layout] if place}
     layers = [place[0] for place, _ in AT[layout] if place and place[1] == min(replicas)]
     assert total.agreement.layers == {n: Unit(*(x * layers.count(n) for x in (90, 13, 14, 65))) for n in set(layers)}

@@ -61,6 +61,16 @@ def test_without_sequence_parallelism_each_rank_routes_all_tokens():
     assert wrong_replays(seen, trace) == 0
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rows_that_are_named_twice_are_counted_on_the_first_rank_alone(rank):
+    """All of them get the rows of whole sequences."""
+    chunk = chunk_of(rank)
+    with mrr.replay(chunk, random_trace(8), min_agreement=0) as session:
+        session.microbatch(ROWS % 4)
+        chunk(tokens())
+    assert session.report.rows_repeated == (0 if rank else 4)
+
+
 def test_rows_of_one_ranks_part_alone_are_refused():
     chunk = chunk_of(1)
     with (

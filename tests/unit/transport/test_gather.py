@@ -37,6 +37,7 @@ def test_samples_of_traces_are_those_they_name_or_one_each() -> None:
     )
     whole = RoutingTrace(topk_indices=torch.arange(4).view(2, 1, 2), layer_numbers=(1,), num_experts=8)
     assert TraceRows([named, whole]).sequence_lengths == (0, 3, 2)
+    assert TraceRows(trace for trace in (named, whole)).sequence_lengths == (0, 3, 2)
 
 
 def test_rows_lie_in_a_message_widest_values_first() -> None:
