@@ -463,7 +463,22 @@ def test_a_sample_without_tokens_has_no_rows(topk):
 def test_a_sample_of_skyrl_that_was_never_generated_is_named(name, trainer):
     reply = {"prompt_token_ids": [[1, 2]], "response_ids": [[]], "loss_masks": [[]], "rollout_expert_indices": [None]}
     with pytest.raises(PayloadError, match="MRR802: sample 0 has 2 tokens, and no routes"):
-        skyrl._with_tokens(reply)
+        skyrl._with_tokens(reply, eos_token_id=2)
+
+
+@pytest.mark.parametrize("name", ["skyrl"])
+def test_only_before_an_eos_that_skyrl_appends_may_a_trained_token_of_it_lack_a_row(name, trainer):
+    """The engine sampled token 6 last and did not run it; SkyRL appends and trains the EOS, 2."""
+
+    def num_rows(response, rows):
+        reply = {"prompt_token_ids": [[4, 5]], "response_ids": [response], "loss_masks": [[1] * len(response)]}
+        rows = torch.arange(oracle.TOPK).expand(rows, 2, -1).numpy()
+        return len(skyrl._with_tokens(reply | {"rollout_expert_indices": [rows]}, eos_token_id=2)[0])
+
+    assert (num_rows([6, 2], 2), num_rows([6, 2], 3), num_rows([6, 7], 3)) == (2, 3, 3)
+    for response, rows in (([6, 2], 1), ([6, 7], 2)):
+        with pytest.raises(PayloadError, match=rf"MRR802: sample 0 has 4 tokens, .* with {rows + 1} rows at least"):
+            num_rows(response, rows)
 
 
 @pytest.mark.parametrize("name", ["slime", "miles"])
