@@ -194,8 +194,7 @@ class PrefixIndex:
 def _order_by_routes(replay_mask: Tensor, starts: Tensor, lengths: Tensor) -> Tensor | None:
     """Return the rows, [n], those of samples that lack fewer routes first; None: all samples are alike."""
     routed = pad(replay_mask.cumsum(0), (1, 0))
-    # An engine does not route the last token of a sample, so one is no lack.
-    lacking = (lengths - routed[starts + lengths] + routed[starts]).clamp(min=1)
+    lacking = lengths - routed[starts + lengths] + routed[starts]
     if bool((lacking == lacking[0]).all()):
         return None
     return torch.repeat_interleave(lacking, lengths).argsort(stable=True)
