@@ -58,7 +58,8 @@ class Watched:
         if len(ids) != self._batch:
             raise CaptureError(
                 f"MRR705: {len(ids)} sequences, but the model ran {self._batch} rows in its last batch: take the trace "
-                "before the next generate. Compiled code is not seen, and the rows of a beam search are no sequences."
+                "before the next generate. Compiled code is not seen, nor is a wrapper whose generate() runs the model "
+                "inside it: watch that model (PEFT: get_base_model()). The rows of a beam search are no sequences."
             )
         masks = as_integers(attention_mask) != 0
         # Each sequence needs its own: generate() repeats the mask of a prompt for several sequences of it.

@@ -19,7 +19,7 @@ def inspect(
     run: Annotated[str | None, typer.Option(help="The run, if several saved that step.", metavar="RUN")] = None,
     as_json: Json = False,
 ) -> None:
-    """Summarize a trace file or folder: shapes, layers, missing routes, expert load. Every byte is checked."""
+    """Summarize a trace file or folder: shapes, layers, missing routes, expert load. Every byte of a trace is checked."""
     with reporting_errors():
         from megatron_router_replay.store import TraceStore
 

@@ -168,7 +168,8 @@ def join_prefill_decode(
             ": have both return token ids, or pass prompt_token_ids=..., or they are of different requests."
         )
     # The token that the prefill server sampled is dropped: the decode server samples it again.
-    first = build_trace([engine.sample(prefill, given, info)], model=info)[:length]
+    whole = build_trace([engine.sample(prefill, given, info)], model=info)
+    first = whole[:length]
     missing = (~first.replay_mask).nonzero()
     if len(missing) and given.missing != "live":
         raise PayloadError(
@@ -179,4 +180,10 @@ def join_prefill_decode(
     segments.append(first)
     generated = replace(engine.sample(decode, given, info), begin=length)
     segments.append(build_trace([generated], model=info))
-    return segments.trace(sample_id=sample_id)
+    joined = segments.trace(sample_id=sample_id)
+    if len(whole) > len(joined):
+        raise PayloadError(
+            f"MRR315: {engine.title}: the prefill reply has {len(whole)} tokens, the decode reply {len(joined)}: give the "
+            "prefill reply first, and request one output token from that server."
+        )
+    return joined

@@ -236,7 +236,7 @@ def _check_no_gaps(
         raise TraceError(
             f"MRR108: {int(unknown.sum())} of {len(unknown)} rows are in no part, neither with a route nor with a "
             f"token id; the first are {unknown.nonzero()[:8, 0].tolist()}. There are {listed(names)}; is another missing? "
-            "allow_gaps=True leaves these rows to the live router."
+            "allow_gaps=True leaves them without a route; a session that finds rows by tokens still raises for them."
         )
 
 

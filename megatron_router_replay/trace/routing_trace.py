@@ -41,8 +41,8 @@ class RoutingTrace:
     """The routes of a batch of tokens: one row per token, one entry per MoE layer.
 
     Args:
-        topk_indices: [num_tokens, num_layers, topk], torch or numpy, any integer dtype. Stored as a copy in
-            `index_dtype(num_experts)`. A row of -1 in every layer has no route.
+        topk_indices: [num_tokens, num_layers, topk], torch or numpy, any integer dtype up to num_experts - 1. Stored as a
+            copy in `index_dtype(num_experts)`. A row of -1 in every layer has no route.
         layer_numbers: Megatron's global layer_number (from 1) of each entry of axis 1, strictly increasing.
         num_experts: experts in each layer, shared experts not counted.
         replay_mask: [num_tokens] bool, True: this row has a route, False: the live router decides. Default: all True
@@ -56,8 +56,8 @@ class RoutingTrace:
     count. So a trace has no hash: it is no key of a dictionary.
 
     Raises:
-        TraceError: shapes disagree, an id is outside 0..num_experts-1, a row names an expert twice, a row is -1 in
-            some places only.
+        TraceError: shapes disagree, a dtype is too narrow, an id is outside 0..num_experts-1, a row names an expert twice,
+            a row is -1 in some places only.
     """
 
     topk_indices: Tensor

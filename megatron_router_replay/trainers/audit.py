@@ -37,7 +37,8 @@ class Findings:
 
     Args:
         right, wrong: decisions (a token in a layer) with the rollout's experts, and with different ones.
-        without_route: decisions of tokens that the rollout has no route of, and of padding.
+        without_route: decisions of tokens that the rollout has no route of, or several in samples with equal tokens, and of
+            padding.
         recomputed, recomputed_wrong: decisions of recomputes with a route, and those with other experts than the rollout's.
         not_found: forwards with tokens of no sample, or with more or fewer rows in a router, and routers that ran outside of
             a forward of their model; they were not compared.
@@ -86,6 +87,25 @@ def compared(chunks: Sequence[nn.Module], trace: RoutingTrace, options: Mapping[
             handle.remove()
     for each in watched:
         each.count()
+
+
+def comparable(trace: RoutingTrace) -> RoutingTrace:
+    """Return a trace without the routes in which samples with equal tokens differ.
+
+    The tokens of a forward do not say which of these samples it holds, and the trainer replays each one's own routes.
+    """
+    assert trace.token_ids is not None
+    begins: dict[tuple[int, ...], list[int]] = {}
+    ids, begin = trace.token_ids.tolist(), 0
+    for length in trace.sequence_lengths or ():
+        begins.setdefault(tuple(ids[begin : begin + length]), []).append(begin)
+        begin += length
+    differs = torch.zeros(len(trace), dtype=torch.bool)
+    for tokens, equal in begins.items():
+        rows = torch.tensor(equal).unsqueeze(1) + torch.arange(len(tokens))
+        routes, masks = trace.topk_indices[rows].sort(dim=3).values, trace.replay_mask[rows]
+        differs[rows] = (routes != routes[:1]).flatten(2).any(dim=2).any(dim=0) | (masks != masks[:1]).any(dim=0)
+    return trace.without_routes(differs) if bool(differs.any()) else trace
 
 
 class _WatchedChunk:

@@ -94,6 +94,10 @@ class TrainerReplay:
                 )
             tokens, routes = samples()
             trace = make_trace(chunks, tokens, routes, last_token)
+            if self.audits:
+                from megatron_router_replay.trainers.audit import comparable
+
+                trace = comparable(trace)
         except Exception as caught:  # whatever it is, the other ranks must not wait for this one
             error = caught
         error = error_of_all(error)

@@ -13,7 +13,6 @@ import importlib
 import inspect
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
@@ -49,7 +48,9 @@ class Seam:
         """
         if source is None:
             raise self.moved("is gone")
-        (node,) = ast.parse(textwrap.dedent(source)).body
+        # A method comes with its indentation, which its strings may not have.
+        (node,) = ast.parse(f"if True:\n{source}" if source[0].isspace() else source).body
+        node = node.body[0] if isinstance(node, ast.If) else node
         assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         arguments = node.args
         found = [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
@@ -165,6 +166,9 @@ def when_imported(name: str, then: Callable[[ModuleType], Any]) -> None:
 
 
 # ---- a checkout
+_TRAINERS = ("miles", "nemo_rl", "skyrl", "slime", "verl")
+
+
 def source_of(text: str, name: str) -> str | None:
     """Return the source of a function in a module's text, None: there is none."""
     node: Any = ast.parse(text)
@@ -179,7 +183,12 @@ def main(arguments: Sequence[str]) -> int:
     Args:
         arguments: the trainer's module here, as "slime", and the folder of the checkout.
     """
-    trainer, folder = arguments
+    trainer, folder = arguments if len(arguments) == 2 else ("", "")
+    if trainer not in _TRAINERS:
+        raise SystemExit(
+            f"usage: python -m megatron_router_replay.trainers.seams TRAINER FOLDER, one of {', '.join(_TRAINERS)} and the "
+            "folder of its checkout"
+        )
     moved = 0
     for seam in importlib.import_module(f"megatron_router_replay.trainers.{trainer}").SEAMS:
         path = Path(folder, *seam.module.split("."))

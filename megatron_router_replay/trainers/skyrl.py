@@ -61,11 +61,12 @@ def install(**options: Any) -> None:
 # ---- the driver
 def _convert(original: Any, self: Any, generator_output: Any, *args: Any, **kwargs: Any) -> Any:
     if generator_output.get(FIELD) is not None:
-        generator_output = {**generator_output, FIELD: _with_tokens(generator_output)}
+        eos_token_id = getattr(getattr(self, "tokenizer", None), "eos_token_id", None)
+        generator_output = {**generator_output, FIELD: _with_tokens(generator_output, eos_token_id)}
     return original(self, generator_output, *args, **kwargs)
 
 
-def _with_tokens(generator_output: Any) -> list[Any]:
+def _with_tokens(generator_output: Any, eos_token_id: int | None) -> list[Any]:
     """Return each sample's routes [rows, layers, topk] with the ids of their tokens, arrays or lists as they came."""
     fields = take(DRIVER, generator_output, "prompt_token_ids", "response_ids", "loss_masks", FIELD)
     with_tokens = []
@@ -78,7 +79,8 @@ def _with_tokens(generator_output: Any) -> list[Any]:
         ids, values = torch.as_tensor([*prompt, *response]), torch.as_tensor(np.asarray(rows))
         last_trained = max((at for at, is_trained in enumerate(loss_mask, len(prompt)) if is_trained), default=0)
         # The engine did not run its last token, and SkyRL may have appended and trained an EOS after it.
-        values = token_layers.add(values, ids, sample=i, at_least=last_trained - 1)
+        is_appended = last_trained == len(ids) - 1 and int(ids[-1]) == eos_token_id
+        values = token_layers.add(values, ids, sample=i, at_least=last_trained - is_appended)
         with_tokens.append(values.tolist() if isinstance(rows, list) else values.numpy())
     return with_tokens
 

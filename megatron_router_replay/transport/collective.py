@@ -183,7 +183,7 @@ class RouteGroup:
 
         Args:
             consume: called with the first row of each bucket and its trace. The buckets of a sender come in order. The
-                memory is used again afterwards, so copy what you keep.
+                memory is used again afterwards, so copy what you keep, and change nothing in it.
 
         Raises:
             TransportError: as `receive`.
@@ -289,7 +289,9 @@ class RouteGroup:
                     self._connections.finish(transfer)
                     passed_on = [self._connections.send(_messages(rows), rank) for rank in next_rank]
                     if consume:
-                        consume(bucket.start, trace_of_memory(rows, part.format))
+                        trace = trace_of_memory(rows, part.format)
+                        consume(bucket.start, trace)
+                        trace.check_unchanged()  # the next rank is sent this memory
                     for transfer in passed_on:  # until then its memory must not change
                         self._connections.finish(transfer)
                     if i + _WINDOW < len(buckets):

@@ -56,6 +56,7 @@ class TraceRows:
         for i, trace in enumerate(traces):
             if (format := TraceFormat.of(trace)) != self.format:
                 raise TransportError(f"MRR606: trace {i} is {format}, trace 0 {self.format}: they must agree.")
+        self._traces = tuple(traces)
         lengths = [(t.num_tokens,) if t.sequence_lengths is None else t.sequence_lengths for t in traces]
         self.sequence_lengths = tuple(chain.from_iterable(lengths))
         names = ("topk_indices", *self.format.per_token)
@@ -83,6 +84,8 @@ class TraceRows:
                         ]
                 start, at = start + length, at + length
         assert at == len(memory["topk_indices"]), "the plan's runs cover the memory"
+        for each in self._traces:  # a trainer may go on with them before they are sent
+            each.check_unchanged()
 
 
 def views_of_bytes(flat: Tensor, format: TraceFormat, rows: int) -> dict[str, Tensor]:

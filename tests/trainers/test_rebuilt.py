@@ -366,6 +366,25 @@ def test_an_audit_counts_routers_that_run_outside_of_a_forward(trainer, chunks):
     assert findings.not_found == 2
 
 
+def test_an_audit_compares_no_route_in_which_equal_samples_differ(trainer, chunks, monkeypatch):
+    """An engine's noise: the trainer replays each sample's own route, and its tokens do not say which sample it is."""
+    monkeypatch.setenv("MRR_AUDIT", "raise")
+    replay = follow.install("slime", lambda: True, {})
+    tokens = torch.arange(1, 9)
+    own = oracle.own_routes(chunks, tokens)[:-1]
+    noisy = own.clone()
+    noisy[4, 2, 0] = min(set(range(oracle.EXPERTS)) - set(own[4, 2].tolist()))
+    replay.enter(chunks, lambda: ([tokens, tokens], [noisy, own]))
+
+    def schedule(**kwargs):
+        with torch.no_grad():
+            chunks[0](tokens[None], torch.arange(8)[None], None)
+
+    replay.run(schedule, model=chunks)
+    (findings,) = replay.findings
+    assert (findings.right, findings.wrong, findings.without_route) == (3 * 6, 0, 3 * 2)
+
+
 def test_an_audit_logs_samples_that_a_replay_refuses(trainer, chunks, monkeypatch, caplog):
     ids, routes = samples()
     short = [routes[0][1:], *routes[1:]]
@@ -391,6 +410,22 @@ def test_a_module_that_waits_is_hooked_once_however_often_it_is_looked_for(tmp_p
     assert module.double(3) == 7
     assert "exec_module" not in vars(module.__loader__)
     assert "looked_for" not in seams._finder.waiting
+
+
+def test_a_method_with_text_at_the_left_margin_is_read(tmp_path, monkeypatch):
+    text = 'class Actor:\n    def fill(self, data):\n        """Fill.\n\nqueues of data\n        """\n        return data\n'
+    (tmp_path / "margin.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("margin")
+    seams.hook(seams.Seam("margin", "Actor.fill", "self data", words="queues"), lambda original, me, data: -data)
+    assert module.Actor().fill(3) == -3
+    seams.Seam("margin", "Actor.fill", "self data", words="queues").check(seams.source_of(text, "Actor.fill"))
+
+
+@pytest.mark.parametrize("arguments", [[], ["slime"], ["nobody", "."], ["audit", "."]])
+def test_the_check_of_a_checkout_says_how_it_is_called(arguments):
+    with pytest.raises(SystemExit, match=r"python -m megatron_router_replay\.trainers\.seams TRAINER FOLDER"):
+        seams.main(arguments)
 
 
 @pytest.mark.parametrize("topk", [1, 2, 3, 8])
@@ -428,7 +463,22 @@ def test_a_sample_without_tokens_has_no_rows(topk):
 def test_a_sample_of_skyrl_that_was_never_generated_is_named(name, trainer):
     reply = {"prompt_token_ids": [[1, 2]], "response_ids": [[]], "loss_masks": [[]], "rollout_expert_indices": [None]}
     with pytest.raises(PayloadError, match="MRR802: sample 0 has 2 tokens, and no routes"):
-        skyrl._with_tokens(reply)
+        skyrl._with_tokens(reply, eos_token_id=2)
+
+
+@pytest.mark.parametrize("name", ["skyrl"])
+def test_only_before_an_eos_that_skyrl_appends_may_a_trained_token_of_it_lack_a_row(name, trainer):
+    """The engine sampled token 6 last and did not run it; SkyRL appends and trains the EOS, 2."""
+
+    def num_rows(response, rows):
+        reply = {"prompt_token_ids": [[4, 5]], "response_ids": [response], "loss_masks": [[1] * len(response)]}
+        rows = torch.arange(oracle.TOPK).expand(rows, 2, -1).numpy()
+        return len(skyrl._with_tokens(reply | {"rollout_expert_indices": [rows]}, eos_token_id=2)[0])
+
+    assert (num_rows([6, 2], 2), num_rows([6, 2], 3), num_rows([6, 7], 3)) == (2, 3, 3)
+    for response, rows in (([6, 2], 1), ([6, 7], 2)):
+        with pytest.raises(PayloadError, match=rf"MRR802: sample 0 has 4 tokens, .* with {rows + 1} rows at least"):
+            num_rows(response, rows)
 
 
 @pytest.mark.parametrize("name", ["slime", "miles"])

@@ -54,7 +54,7 @@ class Chunk:
             f"rank {rank}, chunk {index}", layers, missing, lambda done: self._session.on_done(self, done)
         )
         group = replayed_routers[0].router.tp_group
-        self._tp_rank, self._tp_size = get_pg_rank(group), get_pg_size(group)
+        self._tp_rank, self._tp_size = int(get_pg_rank(group)), int(get_pg_size(group))
         self._sequence_parallel = bool(self.config.sequence_parallel)
         self.counts = Counts()  # of micro-batches, and of rows by kind
         self._session: Any = None

@@ -170,9 +170,9 @@ class RecordedRoutes(Strategy):
         """
         of_chunk: dict[int, list[int]] = {}
         for index, recorded in self._recorded.items():
-            lengths = [each.lengths for each in recorded if each.lengths is not None]
-            if lengths:
-                of_chunk[index] = [length for each in lengths for length in each.tolist() if length]
+            of_forwards = [each.lengths for each in recorded if each.lengths is not None]
+            if of_forwards:
+                of_chunk[index] = [length for each in of_forwards for length in each.tolist() if length]
         first = next(iter(of_chunk.values()), None)
         for index, lengths in of_chunk.items():
             if lengths != first:

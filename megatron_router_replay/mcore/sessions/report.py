@@ -15,6 +15,12 @@ from megatron_router_replay.tables import Table
 
 _LOG = logging.getLogger(__name__)
 
+_NOT_MEASURED = {
+    "record": ("rows_replayed", "rows_repeated", "segments_"),
+    "freeze_recompute": ("rows_", "tokens", "segments_"),  # it sees no rows
+}
+"""Kind of a session -> how the names of counts begin that it does not take."""
+
 LOW_SHARE = 0.9
 """A replay session warns below this share. Samples of ten tokens and more stay above, with a live last token each."""
 
@@ -137,8 +143,9 @@ class SessionReport:
         Keys begin with `prefix`; layer n has flips/layer_n.
         """
         numbers = {name: value for name, value in self.to_dict().items() if isinstance(value, int | float)}
-        if self.kind == "freeze_recompute":  # which sees no rows, so their counts are not measured
-            numbers = {name: value for name, value in numbers.items() if not name.startswith(("rows_", "tokens"))}
+        numbers = {
+            name: value for name, value in numbers.items() if not name.startswith(_NOT_MEASURED.get(self.kind, ()))
+        }
         by_layer = {f"flips/layer_{layer}": count for layer, count in self.flips_of_layer.items()}
         return {prefix + name: float(value) for name, value in (numbers | by_layer).items()}
 

@@ -18,7 +18,7 @@ from megatron_router_replay import RoutingTrace
 from megatron_router_replay.transport import ParallelLayout, Place, TransportTimes, open_store
 from megatron_router_replay.transport.gather import TraceRows
 from tests.functional.transport.conformance import CASES, STEPS, Case, check_delivery, tensors_of
-from tests.functional.transport.processes import check_sum, in_threads, join, make_trace, receive
+from tests.functional.transport.processes import attempts, check_sum, in_threads, join, make_trace, receive
 
 
 def deliver(
@@ -99,6 +99,25 @@ def test_a_sender_stages_four_buckets_whatever_the_payload(port: int) -> None:
     in_threads(roll_out, *(partial(receive, port, layout, rank, **small) for rank in range(6)))
     assert len(staged) == 4
     assert {size for _, size in staged} == {100_000}
+
+
+def test_a_consumer_that_changes_its_bucket_raises_on_all_ranks(port: int) -> None:
+    """The next rank of its copies is sent the same memory."""
+    layout = ParallelLayout(stage_layers=((1, 2, 3, 4),), tp_size=2)
+
+    def change(start: int, trace: RoutingTrace) -> None:
+        trace.topk_indices.clamp_(max=7)
+
+    def train(tp_rank: int) -> None:
+        with join(port, layout, place=Place(tp_rank=tp_rank)) as group:
+            group.stream(lambda *_: None) if tp_rank else group.stream(change)
+
+    def roll_out() -> None:
+        with join(port, layout, sender=0) as group:
+            group.send(make_trace(1000))
+
+    for text in attempts(partial(train, 0), partial(train, 1), roll_out):
+        assert "topk_indices of the trace was changed in place" in text
 
 
 def test_a_slow_consumer_gets_every_row_through_two_buckets_of_memory(port: int) -> None:

@@ -213,6 +213,31 @@ def test_tokens_and_models_that_cannot_be_watched_are_refused(mixtral):
             mixtral(torch.tensor([[5], [6]]), past_key_values=cache)
 
 
+class Wrapper(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, **options):
+        return self.model(input_ids, **options)
+
+    def generate(self, ids, **options):
+        return self.model.generate(ids, **options)  # not through `forward`
+
+
+def test_a_wrapper_that_is_not_run_says_what_to_watch(mixtral):
+    model, mask = Wrapper(mixtral), torch.ones_like(SEQUENCE)
+    with mrr.capture.watch(model) as seen:
+        sequences = generate(model, SEQUENCE, mask)
+        with pytest.raises(
+            CaptureError, match=r"the model ran 0 rows .* a wrapper whose generate\(\) runs the model inside"
+        ):
+            seen.trace(sequences, mask)
+    with mrr.capture.watch(model.model) as seen:
+        sequences = generate(model, SEQUENCE, mask)
+    assert_exact(mixtral, seen.trace(sequences, mask))
+
+
 @pytest.mark.slow
 def test_compiled_code_calls_no_hook_and_is_refused(mixtral):
     mixtral.set_experts_implementation("batched_mm")  # the eager experts loop over the data, which no graph can

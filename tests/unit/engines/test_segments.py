@@ -138,6 +138,11 @@ LOST = np.concatenate([ROWS[:30], np.zeros_like(ROWS[:1]), ROWS[31:]])
         ((ROWS[: P - 1], PROMPT, []), (ROWS, PROMPT, OUTPUT), "no route of prompt token 19: request one output token"),
         ((ROWS[:P], PROMPT, [7]), (ROWS[:-1], PROMPT, OUTPUT), "has 39 rows"),
         ((ROWS[:P], PROMPT, [7]), (LOST, PROMPT, OUTPUT), r"row 30, .*3 routes are all zero"),
+        (
+            (ROWS, PROMPT, OUTPUT),
+            (ROWS[:P], PROMPT, [7]),
+            "41 tokens, the decode reply 21: give the prefill reply first",
+        ),
     ],
 )
 def test_replies_of_different_requests_are_not_joined(first, second, message):

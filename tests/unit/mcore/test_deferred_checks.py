@@ -60,7 +60,8 @@ def test_all_failed_checks_are_named(session):
 
 def test_a_failed_check_alone_puts_its_rank_at_fault(session):
     told = []
-    session._microbatches.group_check = SimpleNamespace(finish=lambda numbers: told.append(numbers) or GroupResult())
+    finish, fail = lambda numbers: told.append(numbers) or GroupResult(), lambda: None
+    session._microbatches.group_check = SimpleNamespace(finish=finish, fail=fail)
     session._microbatches.strategy.checks.check(on_a_gpu(torch.tensor(True)), "the first")
     with pytest.raises(LayoutError, match=r"^the first"):
         session.close()

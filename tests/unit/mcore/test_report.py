@@ -208,3 +208,11 @@ def test_a_freeze_leaves_rows_out_and_says_that_nothing_was_frozen():
     assert not {name for name in frozen.metrics() if "rows_" in name or "tokens" in name}
     assert frozen.metrics()["router_replay/recomputes"] == 8.0
     assert "router_replay/rows_live" in REPLAY.metrics()
+
+
+def test_a_number_that_no_session_of_the_kind_measures_is_absent():
+    names = {kind: {*SessionReport(kind=kind).metrics("")} for kind in ("replay", "record", "freeze_recompute")}
+    counted = {"routers", "microbatches", "forwards", "recomputes"}
+    assert names["freeze_recompute"] == counted
+    assert names["record"] == counted | {"rows_live", "rows_padding", "tokens"}
+    assert names["replay"] == names["record"] | {"rows_replayed", "rows_repeated", "segments_ambiguous"}

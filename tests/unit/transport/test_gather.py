@@ -66,6 +66,10 @@ def test_a_trace_that_was_changed_in_place_is_not_sent() -> None:
     trace.topk_indices[0] = 0
     with pytest.raises(TraceError, match="MRR110: topk_indices of the trace was changed in place"):
         TraceRows([trace])
+    source = TraceRows([late := _trace(3)])
+    late.topk_indices[0] = 0  # while it is sent
+    with pytest.raises(TraceError, match="MRR110"):
+        source.fill([(0, 3)], (1, 2, 4), source.format.empty(3))
 
 
 @pytest.mark.parametrize(
