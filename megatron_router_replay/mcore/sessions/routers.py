@@ -118,7 +118,7 @@ class SessionRouters:
                 raise UnsupportedRouterError(
                     f"MRR401: cannot verify {state.found}: moe_expert_capacity_factor={factor} drops tokens after "
                     "the selection, so routing maps rightly differ from it. Leave verify off, and use a tested "
-                    "Megatron-Core: with a newer one, every map is verified."
+                    "Megatron-Core and its own routing function: with others, every map is verified."
                 )
 
     # ---- registration

@@ -103,7 +103,7 @@ def test_explain_prints_cause_and_fix_of_every_code():
         assert max(map(len, shown.splitlines())) <= 80
     text = " ".join(call("explain", "204").output.split())
     assert "A sequence cannot be divided among tensor- or context-parallel ranks" in text
-    assert "Fix. Pad each sequence to the multiple that the message names." in text
+    assert "Fix. Pad each sequence to the multiple, or change the argument, that the message names." in text
     assert "no error has the code MRR999" in call("explain", "MRR999", code=2).stderr
 
 
