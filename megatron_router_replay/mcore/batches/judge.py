@@ -184,6 +184,7 @@ class PaddingEvidence:
     Attributes:
         strong: several in a row before or after samples: it is the padding token.
         weak: one before or after a sample, or where a sequence leaves its sample: it must be the padding token.
+        single: one after a whole sample, to which it may have been appended: it may be the padding token.
         excluded: a sample begins with it: it must not be the padding token.
         disputed: another sample ends before it: another token must be the padding token.
     """
@@ -191,6 +192,7 @@ class PaddingEvidence:
     def __init__(self) -> None:
         self.strong: dict[int, str] = {}
         self.weak: dict[int, str] = {}
+        self.single: dict[int, str] = {}
         self.excluded: dict[int, str] = {}
         self.disputed: dict[int, str] = {}
 
@@ -210,8 +212,9 @@ class PaddingEvidence:
         is_padding = segment.last == segment.first or not segment.other_starts
         if segment.padding > 1 and (segment.is_whole or not segment.count) and is_padding:
             shown.append((self.strong, segment.last))
-        # A single token after a whole sample may have been appended to it, so it is no evidence.
-        elif segment.padding and not (segment.is_whole and segment.padding == 1 and not segment.extra):
+        elif segment.is_whole and segment.padding == 1 and not segment.extra:
+            shown.append((self.single, segment.last))
+        elif segment.padding:
             shown.append((self.weak, segment.last))
         if segment.start:
             shown.append((self.strong if segment.start > 1 else self.weak, segment.first))
@@ -238,7 +241,7 @@ class PaddingEvidence:
                     f"another text than the trace's or padding that cannot be told from it. {declare}"
                 )
         for token, where in (self.excluded | self.disputed).items():
-            if token == known or (known is None and at_end and token in self.disputed):
+            if token == known or (known is None and at_end and (token in self.disputed or token in self.single)):
                 return (
                     f"MRR207: {where}: token {token} may be padding or a part of a sample: the trace has samples with and "
                     "without it. Give the model padding_mask, or unpadded cu_seqlens_q beside cu_seqlens_q_padded"

@@ -70,6 +70,16 @@ def test_a_token_may_be_appended_after_padding_on_the_left() -> None:
         rows_replayed([[0], [1, 2, 2]], [0, 1, 2, 2])
 
 
+def test_a_token_that_is_padding_or_appended_in_one_row_is_no_silent_choice_in_another() -> None:
+    def run(*rows: list[int]) -> None:
+        with mrr.replay(chunk := Chunk(), trace_of([[2, 3], [4, 5], [5]]), min_agreement=0):
+            chunk(torch.tensor(rows))
+
+    run([4, 5], [2, 3])  # sample 1: no row shows padding
+    with pytest.raises(RouterReplayError, match=r"MRR207: .* token 4 may be padding or a part of a sample"):
+        run([5, 4], [4, 5])
+
+
 def counts_on_a_gpu() -> list[int]:
     """Locate a row of which a padding mask leaves two of four tokens."""
     tokens = torch.tensor([5, 6, 7, 8])
