@@ -373,8 +373,9 @@ def record(
 
     Args:
         model_chunks: the model or its chunks on this rank.
-        padding_token_ids: the tokens that padding holds, [] for none. Without it, `padding_mask` or unpadded
-            `cu_seqlens_q` say what is padding; where neither does and sequences end in equal tokens, the forward raises.
+        padding_token_ids: the tokens that padding holds, [] for none; those at the ends of a sequence are padding, also a
+            sample's own first or last one. Without it, `padding_mask` or unpadded `cu_seqlens_q` say what is padding; where
+            neither does and sequences end in equal tokens, the forward raises.
         cp_partition_mode: as for `replay`.
         verify: compare every routing map that a token dispatcher gets with the recorded experts.
         group: the ranks that agree on the number of rows when the session ends; all of them must have such a session.

@@ -116,8 +116,8 @@ class Session:
 
         It is for an evaluation, or for a reference pass over other tokens.
 
-        Nothing of them is replayed, recorded or counted; a recompute still takes the experts of its forward. Outside of the
-        block, tokens of no sample raise.
+        Nothing of them is replayed, recorded or counted, in any thread; a recompute still takes the experts of its forward.
+        Outside of the block, tokens of no sample raise.
 
         Raises:
             ReplayStateError: the session is closed, or takes no micro-batches.
