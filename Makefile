@@ -95,14 +95,16 @@ effect: $(READY)
 # Two processes take the files of tests in turns, each with workers of its own: about half the time, twice the memory. In the
 # order of their names, for tests/functional has the long files: what is long must not come last.
 PROCESSES ?= 2
-PYTEST := -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder --durations=30 --durations-min=1
+PYTEST = -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder --durations=30 --durations-min=1
 
 # With the newest Megatron-Core that is tested; what differs in older ones is asked by `make test-mcore`.
 test: $(VENV)/.triton $(MCORE)/.ready
 	PYTHONPATH=$(CURDIR)/$(MCORE) $(BIN)/python $(PYTEST) -m "not slow"
 
 # With the Megatron-Core of .venv, the oldest: the slow tests, and those that ask what differs between versions. OPTIONS may
-# leave tests out: .ci/left_out.py prints the options for those that a change does not touch.
+# leave tests out: .ci/left_out.py prints the options for those that a change does not touch. Some wait for servers and
+# time-outs, so a third process has work for the two processors.
+test-slow: PROCESSES = 3
 test-slow: $(READY)
 	$(BIN)/python $(PYTEST) -m "slow or version" $(OPTIONS)
 
