@@ -174,19 +174,24 @@ def main() -> None:
         reason = f"all of them, for git does not say what changed: {error}"
     if changed is None:
         print(f"{what}: {reason}", file=sys.stderr)
+    printed: list[str] = []
     for group in groups:
         touched = None if changed is None else group.touched(changed)
         if touched == []:
-            print(f"{what}: LEFT OUT {group.name}: nothing it reads changed since {commit[:10]}", file=sys.stderr)
+            print(
+                f"{what}: LEFT OUT {group.name}: nothing that it is about changed since {commit[:10]}", file=sys.stderr
+            )
         elif touched:
             print(f"{what}: {group.name}, because of {touched[0]} and {len(touched) - 1} more", file=sys.stderr)
         if groups is STEPS and touched != []:
-            print(group.name)
+            printed.append(group.name)
         elif groups is GROUPS and touched == []:
-            print(*(f"--ignore={test}" for test in group.tests), sep="\n")
+            printed += [f"--ignore={test}" for test in group.tests]
     if groups is GROUPS and changed is not None and (pages := untouched_pages(changed)):
         print(f"{what}: LEFT OUT {len(pages)} pages that did not change since {commit[:10]}", file=sys.stderr)
-        print(*(f"--ignore={page}" for page in pages), sep="\n")
+        printed += [f"--ignore={page}" for page in pages]
+    # On one line: make would run each further line of OPTIONS as a command of its own, which "-" lets fail in silence.
+    print(*printed)
 
 
 if __name__ == "__main__":

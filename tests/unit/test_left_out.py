@@ -59,6 +59,7 @@ def run(folder, *arguments, **environment):
         [sys.executable, SCRIPT, *arguments], cwd=folder, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") == 1, "make takes one line of options"
     return done.stdout.split(), done.stderr
 
 
