@@ -158,6 +158,8 @@ def test_samples_without_an_equal_one_are_compared_by_their_number_or_counted():
     assert (fewer.rows_compared, fewer.rows_only_a, fewer.decisions_different) == (10, 11, 0)
     assert "samples 0..1, 3 of a have no equal in b" in str(fewer)
     assert "11 rows of samples 0..1, 3 have a route in a and none in b." in str(fewer)
+    one = mrr.diff_traces(a, samples_of((4,)))
+    assert (one.rows_compared, one.rows_only_a, one.decisions_different) == (6, 15, 0)
     tokens = a.token_ids.clone()
     tokens[20] = 9
     diff = mrr.diff_traces(a, a._with(token_ids=tokens))

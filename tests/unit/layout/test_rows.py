@@ -8,7 +8,7 @@ from megatron_router_replay.layout.rows import count_differing_tokens
 from megatron_router_replay.layout.split import split_context_parallel
 from tests.support.packing import numbered, pack_rows, pack_sequences, pad_sequences
 
-TOKENS = [torch.tensor([11, 12, 13]), torch.tensor([21]), torch.tensor([31, 32])]
+TOKENS = [torch.tensor([0, 12, 13]), torch.tensor([21]), torch.tensor([31, 32])]
 
 
 def differing(rows: torch.Tensor, tokens: torch.Tensor) -> tuple[int, str]:
