@@ -8,6 +8,7 @@ padding of tokens. Megatron-Core is not imported before SkyRL imports it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,20 +27,20 @@ DRIVER = Seam(
     "self generator_output",
     words=f"prompt_token_ids response_ids loss_masks {FIELD}",
 )
-PASSES = tuple(
+FORWARD, TRAINING = (
     Seam(
         f"{WORKERS}.workers.megatron.megatron_model_wrapper",
         f"MegatronModelWrapper.{name}",
         "self micro_batches",
-        words=f"sequences attention_mask {FIELD} get_forward_backward_func",
+        words=f"sequences attention_mask {FIELD} get_forward_backward_func {others}",
     )
-    for name in ("forward", "forward_backward_mini_batch")
+    for name, others in (("forward", ""), ("forward_backward_mini_batch", "loss_mask"))
 )
 LAYOUTS = tuple(
     Seam(f"{WORKERS}.distributed.megatron.megatron_utils", name, "input_ids pre_process")
     for name in ("preprocess_packed_seqs", "remove_left_padding")
 )
-SEAMS = (DRIVER, *PASSES, *LAYOUTS)
+SEAMS = (DRIVER, FORWARD, TRAINING, *LAYOUTS)
 
 
 def install(**options: Any) -> None:
@@ -51,9 +52,9 @@ def install(**options: Any) -> None:
     hook(DRIVER, _convert)
     # SkyRL pads with 0 where it lays a micro-batch out.
     options = {"padding_token_ids": [0], **options}
-    when_imported(PASSES[0].module, lambda module: follow.install("SkyRL", None, options))
-    for seam in PASSES:
-        hook(seam, _run_pass)
+    when_imported(FORWARD.module, lambda module: follow.install("SkyRL", None, options))
+    hook(FORWARD, partial(_run_pass, trains=False))
+    hook(TRAINING, partial(_run_pass, trains=True))
     for seam in LAYOUTS:
         hook(seam, follow.lay_out)
 
@@ -86,11 +87,11 @@ def _with_tokens(generator_output: Any, eos_token_id: int | None) -> list[Any]:
 
 
 # ---- the workers
-def _run_pass(original: Any, self: Any, micro_batches: Any, *args: Any, **kwargs: Any) -> Any:
+def _run_pass(original: Any, self: Any, micro_batches: Any, *args: Any, trains: bool, **kwargs: Any) -> Any:
     if all(batch.get(FIELD) is None for batch in micro_batches):
         return original(self, micro_batches, *args, **kwargs)
     replay = follow.active()
-    replay.enter(self.actor_module, lambda: _samples(micro_batches))
+    replay.enter(self.actor_module, lambda: _samples(micro_batches, trains=trains))
     # SkyRL's own replay gets no routes; under an audit it gets them as it has them, without ids.
     own = token_layers.without if replay.audits else lambda values: None
     batches = [{**batch, FIELD: own(batch[FIELD])} for batch in micro_batches]
@@ -101,18 +102,18 @@ def _run_pass(original: Any, self: Any, micro_batches: Any, *args: Any, **kwargs
     return results
 
 
-def _samples(micro_batches: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
+def _samples(micro_batches: Sequence[Any], *, trains: bool) -> tuple[list[Tensor], list[Tensor]]:
     """Return tokens [T] and routes [T, layers, topk] of each sample, -1 where SkyRL filled."""
     tokens: list[Tensor] = []
     routes: list[Tensor] = []
     padding: list[tuple[Tensor, Tensor]] = []
     for batch in micro_batches:
-        ids, mask, experts = take(PASSES[0], batch, "sequences", "attention_mask", FIELD)
-        loss_mask = batch.get("loss_mask")
+        ids, mask, experts = take(FORWARD, batch, "sequences", "attention_mask", FIELD)
+        # Passes for log-probs have no loss mask; what lost its routes there raises in the pass that trains.
+        (loss_mask,) = take(TRAINING, batch, "loss_mask") if trains else (None,)
         for i, (row, real, rows) in enumerate(zip(ids.cpu(), mask.cpu().bool(), experts.cpu())):
             own, values = row[real], rows[real]
-            # Passes for log-probs have no loss mask; what lost its routes there raises in the pass that trains.
-            is_trained = loss_mask is not None and bool(loss_mask[i].any())
+            is_trained = trains and (loss_mask is None or bool(loss_mask[i].any()))
             if _is_padding(values) and not is_trained:
                 padding.append((own, token_layers.without(values).to(torch.int16).fill_(-1)))
             else:

@@ -150,7 +150,7 @@ class MegatronModelWrapper:
 
     def forward_backward_mini_batch(self, micro_batches, run):
         assert all(batch["rollout_expert_indices"] is None for batch in micro_batches)
-        # sequences, attention_mask
+        # sequences, attention_mask, loss_mask
         return [{"loss": each} for each in run(get_forward_backward_func(), forward_only=False)]
 """,
 }

@@ -154,7 +154,7 @@ def enter_and_run(name, chunks, run, ids, routes, *, move=list, held=None):
     model = MegatronModelWrapper(chunks)
     model.forward([{**each, "rollout_expert_indices": None} for each in batches], run, replays=False)
     model.forward(batches, run, replays=True)
-    return model.forward_backward_mini_batch(batches, run)[0]
+    return model.forward_backward_mini_batch([{**each, "loss_mask": torch.ones(1, 1)} for each in batches], run)[0]
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -245,6 +245,9 @@ def test_rows_that_skyrl_fills_a_batch_up_with_run_live(name, trainer, chunks):
         model.forward_backward_mini_batch(batches, run)
         lost = [{**each, "loss_mask": torch.ones(1, 3)} for each in batches[:1]]
         with pytest.raises(PayloadError, match="MRR802: sample 0: rows of routes were lost"):
+            model.forward_backward_mini_batch(lost, run)
+        del lost[0]["loss_mask"]  # under another name, nothing would say that the lost routes are trained
+        with pytest.raises(SeamError, match=r"forward_backward_mini_batch gets a batch without \['loss_mask'\]"):
             model.forward_backward_mini_batch(lost, run)
     log_probs, train = seen.counts()
     assert log_probs["no grad"] == (36, 0)  # two samples of six rows, in three layers

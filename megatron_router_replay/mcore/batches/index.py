@@ -139,8 +139,10 @@ class PrefixIndex:
     def start_runs(self, padding_token_ids: Sequence[int] | None) -> tuple[int, ...]:
         """Return the distinct lengths of the runs that samples begin with and that padding on the left may continue, sorted.
 
+        A run is of equal tokens, or of declared ones where several are declared.
+
         Args:
-            padding_token_ids: the tokens of padding; None: one token, the same in a run, and so if it is a single one.
+            padding_token_ids: the tokens of padding; None: not declared.
         """
         declared = tuple(padding_token_ids or ())
         key = declared if len(declared) > 1 else ()
