@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from megatron_router_replay.trainers import follow
+from megatron_router_replay.trainers import replayer
 from megatron_router_replay.trainers.seams import Seam, hook
 
 FIELD = "rollout_routed_experts"
@@ -39,9 +39,9 @@ def init(args: Any, **options: Any) -> None:
     """
     if not getattr(args, "use_rollout_routing_replay", False):
         return
-    follow.install_by_flags("miles", args, replays, options)
+    replayer.install_by_flags("miles", args, replays, options)
     hook(FILL, _fill)
-    hook(STEP, follow.add_metrics)
+    hook(STEP, replayer.add_metrics)
     hook(STAGE)
     hook(REGISTER, _register)
     hook(TOPK, _choose_topk)
@@ -58,8 +58,8 @@ def replays() -> bool:
 
 def _fill(original: Any, *, rollout_data: Any, data_key: str, models: Any, **others: Any) -> None:
     if data_key == FIELD:
-        replay = follow.active()
-        replay.enter(models, lambda: follow.samples_of(FILL, rollout_data, FIELD))
+        replay = replayer.active()
+        replay.enter(models, lambda: replayer.samples_of(FILL, rollout_data, FIELD))
         if not replay.audits:
             del rollout_data[FIELD]
             return
@@ -67,7 +67,7 @@ def _fill(original: Any, *, rollout_data: Any, data_key: str, models: Any, **oth
 
 
 def _is_off(manager: Any) -> bool:
-    return manager is _manager() and not follow.active().audits
+    return manager is _manager() and not replayer.active().audits
 
 
 def _register(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_router_replay.errors import PayloadError
-from megatron_router_replay.trainers import follow, token_layers
+from megatron_router_replay.trainers import replayer, token_layers
 from megatron_router_replay.trainers.seams import Seam, hook, take, when_imported
 
 FIELD = "routed_experts"
@@ -46,7 +46,7 @@ def install(**options: Any) -> None:
         options: of `mrr.replay`.
     """
     hook(DRIVER, _add_masks)
-    when_imported(PASS.module, lambda module: follow.install("NeMo-RL", None, options))
+    when_imported(PASS.module, lambda module: replayer.install("NeMo-RL", None, options))
     hook(BATCH, _keep_batch)
     hook(PASS, _run_pass)
 
@@ -89,7 +89,7 @@ def _keep_batch(original: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
 def _run_pass(original: Any, model: Any, *args: Any, use_router_replay: bool = False, **kwargs: Any) -> Any:
     if not use_router_replay:
         return original(model, *args, **kwargs)
-    replay = follow.active()
+    replay = replayer.active()
     replay.enter(model, lambda: _samples(_newest["batch"]))
     with replay.in_pass("replay"):
         # Without the flag, NeMo-RL sets no targets of its own.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_router_replay.errors import PayloadError
-from megatron_router_replay.trainers import follow, token_layers
+from megatron_router_replay.trainers import replayer, token_layers
 from megatron_router_replay.trainers.seams import Seam, hook, take, when_imported
 
 FIELD = "rollout_expert_indices"
@@ -52,11 +52,11 @@ def install(**options: Any) -> None:
     hook(DRIVER, _convert)
     # SkyRL pads with 0 where it lays a micro-batch out.
     options = {"padding_token_ids": [0], **options}
-    when_imported(FORWARD.module, lambda module: follow.install("SkyRL", None, options))
+    when_imported(FORWARD.module, lambda module: replayer.install("SkyRL", None, options))
     hook(FORWARD, partial(_run_pass, trains=False))
     hook(TRAINING, partial(_run_pass, trains=True))
     for seam in LAYOUTS:
-        hook(seam, follow.lay_out)
+        hook(seam, replayer.lay_out)
 
 
 # ---- the driver
@@ -90,7 +90,7 @@ def _with_tokens(generator_output: Any, eos_token_id: int | None) -> list[Any]:
 def _run_pass(original: Any, self: Any, micro_batches: Any, *args: Any, trains: bool, **kwargs: Any) -> Any:
     if all(batch.get(FIELD) is None for batch in micro_batches):
         return original(self, micro_batches, *args, **kwargs)
-    replay = follow.active()
+    replay = replayer.active()
     replay.enter(self.actor_module, lambda: _samples(micro_batches, trains=trains))
     # SkyRL's own replay gets no routes; under an audit it gets them as it has them, without ids.
     own = token_layers.without if replay.audits else lambda values: None

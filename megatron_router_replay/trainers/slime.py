@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from megatron_router_replay.trainers import follow
+from megatron_router_replay.trainers import replayer
 from megatron_router_replay.trainers.seams import Seam, hook
 
 FIELD = "rollout_routed_experts"
@@ -39,11 +39,11 @@ def init(args: Any, **options: Any) -> None:
     """
     if not getattr(args, "use_rollout_routing_replay", False):
         return
-    replay = follow.install_by_flags("slime", args, replays, options)
+    replay = replayer.install_by_flags("slime", args, replays, options)
     if not replay.audits:
         os.environ["ENABLE_ROUTING_REPLAY"] = "0"
     hook(FILL, _fill)
-    hook(STEP, follow.add_metrics)
+    hook(STEP, replayer.add_metrics)
     hook(STAGE)
     hook(REGISTER)
 
@@ -54,8 +54,8 @@ def replays() -> bool:
 
 
 def _fill(original: Any, self: Any, data_iterator: Any, num_microbatches: Any, rollout_data: Any) -> None:
-    replay = follow.active()
-    replay.enter(self.model, lambda: follow.samples_of(FILL, rollout_data, FIELD))
+    replay = replayer.active()
+    replay.enter(self.model, lambda: replayer.samples_of(FILL, rollout_data, FIELD))
     if replay.audits:
         original(self, data_iterator, num_microbatches, rollout_data)
     else:

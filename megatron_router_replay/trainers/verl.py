@@ -30,7 +30,7 @@ from torch import Tensor
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, PayloadError, ReplayStateError, SeamError
 from megatron_router_replay.trace import RoutingTrace
-from megatron_router_replay.trainers import follow, token_layers
+from megatron_router_replay.trainers import replayer, token_layers
 from megatron_router_replay.trainers.seams import Seam, hook, when_imported
 
 ENGINE = "verl.workers.engine.megatron.transformer_impl"
@@ -121,8 +121,8 @@ def _construct(original: Any, self: Any, model_config: Any, engine_config: Any, 
     hook(PASS, _run_pass)
     for seam in LAYOUTS:
         importlib.import_module(seam.module)
-        hook(seam, follow.lay_out)
-    replay = follow.install("verl", None, options)
+        hook(seam, replayer.lay_out)
+    replay = replayer.install("verl", None, options)
     packs_inside = hasattr(model_config.hf_config, "vision_config")
     for name, is_set, why in (
         ("dynamic_context_parallel", engine_config.dynamic_context_parallel, "groups change with each micro-batch"),
@@ -174,8 +174,8 @@ def _run_pass(original: Any, self: Any, data: Any, loss_function: Any, forward_o
                 "rollout.enable_rollout_routing_replay=True makes the engine send them; in R2, the old log-probs' forward "
                 "returns them: keep that field in the batch."
             )
-        replay = follow.active()
-        last_token: follow.LastToken = "unrouted" if mode == "R3" else "routed"
+        replay = replayer.active()
+        last_token: replayer.LastToken = "unrouted" if mode == "R3" else "routed"
         replay.enter(self.module, lambda: _samples(data, routed_experts, mode), last_token=last_token)
         with replay.in_pass("replay"):
             output = run()
@@ -196,7 +196,7 @@ def _record(chunks: Any, data: Any, run: Callable[[], Any]) -> Any:
     # Padding is recorded as well: a sample may end in a padding token, and verl's layout does not say where it ends.
     partition = options.get("cp_partition_mode")
     recording = mrr.record(chunks, padding_token_ids=[], cp_partition_mode=partition)
-    with follow.active().in_pass("record"), recording:
+    with replayer.active().in_pass("record"), recording:
         output = run()
     whole = recording.gather(
         parallel_state.get_tensor_model_parallel_group(),

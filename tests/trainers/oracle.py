@@ -22,7 +22,7 @@ from torch import Tensor
 
 import megatron_router_replay as mrr
 from megatron_router_replay.testing import ParallelSizes
-from megatron_router_replay.trainers import follow
+from megatron_router_replay.trainers import replayer
 
 LAYERS, EXPERTS, TOPK, VOCAB = 4, 16, 4, 320
 SHARDS = (
@@ -201,9 +201,9 @@ def process() -> Iterator[None]:
         try:
             yield
         finally:
-            if follow.is_installed():
-                FINDINGS[:] = getattr(follow.active(), "findings", [])
-            follow.uninstall()
+            if replayer.is_installed():
+                FINDINGS[:] = getattr(replayer.active(), "findings", [])
+            replayer.uninstall()
 
 
 def audited(step: Any, word: str, *args: Any) -> tuple[Any, list[Any]]:
@@ -240,7 +240,7 @@ def starting(start: Any, *args: Any, **kwargs: Any) -> str:
         start(*args, **kwargs)
     except ModelError:
         assert hasattr(schedules.get_forward_backward_func, "mrr_original")
-        return follow.active().trainer
+        return replayer.active().trainer
     raise AssertionError("no model was built")
 
 

@@ -16,7 +16,7 @@ from megatron.core.pipeline_parallel import schedules
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import PayloadError, ReplayStateError, RouterReplayError, SeamError, TraceError
 from megatron_router_replay.testing import ParallelSizes
-from megatron_router_replay.trainers import follow, miles, nemo_rl, seams, skyrl, slime, token_layers
+from megatron_router_replay.trainers import miles, nemo_rl, replayer, seams, skyrl, slime, token_layers
 from tests.trainers import oracle, rebuilt, small_model
 from tests.trainers.oracle import ATTACKS, MOVES
 from tests.trainers.slime import Args
@@ -255,24 +255,24 @@ def test_rows_that_skyrl_fills_a_batch_up_with_run_live(name, trainer, chunks):
 
 
 def test_samples_that_no_pass_replayed_raise_at_the_next_rollout(trainer, chunks):
-    follow.install("slime", lambda: False, {})
+    replayer.install("slime", lambda: False, {})
     ids, routes = samples()
-    follow.active().enter(chunks, samples)
+    replayer.active().enter(chunks, samples)
     with pytest.raises(ReplayStateError, match="MRR809: 6 samples came in with routes, and no pass replayed them"):
-        follow.active().enter(chunks, samples)
+        replayer.active().enter(chunks, samples)
 
 
 def test_samples_without_routes_among_others_are_named(trainer, chunks):
-    follow.install("slime", lambda: True, {})
+    replayer.install("slime", lambda: True, {})
     ids, routes = samples()
     with pytest.raises(PayloadError, match=r"MRR802: samples \[1, 3\] have no routes, and others have"):
-        follow.active().enter(chunks, lambda: (ids, [None if i in (1, 3) else part for i, part in enumerate(routes)]))
+        replayer.active().enter(chunks, lambda: (ids, [None if i in (1, 3) else part for i, part in enumerate(routes)]))
 
 
 def test_a_pass_that_replays_without_samples_raises(trainer, chunks):
-    follow.install("slime", lambda: True, {})
+    replayer.install("slime", lambda: True, {})
     with pytest.raises(ReplayStateError, match="MRR809: a pass of slime replays, and no samples came in"):
-        follow.active().run(None, model=chunks)
+        replayer.active().run(None, model=chunks)
 
 
 def test_a_pass_that_drives_megatrons_replay_and_is_not_ours_raises(trainer):
@@ -280,7 +280,7 @@ def test_a_pass_that_drives_megatrons_replay_and_is_not_ours_raises(trainer):
 
     chunks = small_model.build(ParallelSizes(), moe_enable_routing_replay=True)
     try:
-        follow.install("slime", lambda: False, {})
+        replayer.install("slime", lambda: False, {})
         RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
         with oracle.watched(chunks, {}) as seen, pytest.raises(ReplayStateError, match="MRR810: slime drives its own"):
             passes(chunks, seen, samples()[0], schedules.get_forward_backward_func(), forward_only=True)
@@ -309,7 +309,7 @@ def audit_of_live_routers(layout, options, packs):
         oracle.process(),
         oracle.watched(chunks, {}) as seen,
     ):
-        follow.install("slime", lambda: True, {})
+        replayer.install("slime", lambda: True, {})
         handles = []
         for index, chunk in enumerate(chunks):
             handles.append(chunk.register_forward_pre_hook(partial(enter, index), with_kwargs=True))
@@ -322,7 +322,7 @@ def audit_of_live_routers(layout, options, packs):
         torch.distributed.all_reduce(used)
         routes = [used[part][:-1] for part in ids]
         routes[3][5, 2] = (routes[3][5, 2] + 1) % oracle.EXPERTS
-        follow.active().enter(chunks, lambda: (ids, routes))
+        replayer.active().enter(chunks, lambda: (ids, routes))
         run(forward_only=True)
         run(forward_only=False)
     return oracle.FINDINGS
@@ -361,7 +361,7 @@ def test_an_audit_counts_routers_that_run_outside_of_a_forward(trainer, chunks):
 
     ids, routes = samples()
     router = next(each for each in chunks[0].modules() if isinstance(each, TopKRouter))
-    with compared(chunks, follow.make_trace(chunks, ids, routes, "unrouted"), {}) as findings, torch.no_grad():
+    with compared(chunks, replayer.make_trace(chunks, ids, routes, "unrouted"), {}) as findings, torch.no_grad():
         router(torch.zeros(len(ids[0]), 1, router.config.hidden_size))
         chunks[0](ids[0][None], torch.arange(len(ids[0]))[None], None)
         router(torch.zeros(len(ids[0]), 1, router.config.hidden_size))
@@ -372,7 +372,7 @@ def test_an_audit_counts_routers_that_run_outside_of_a_forward(trainer, chunks):
 def test_an_audit_compares_no_route_in_which_equal_samples_differ(trainer, chunks, monkeypatch):
     """An engine's noise: the trainer replays each sample's own route, and its tokens do not say which sample it is."""
     monkeypatch.setenv("MRR_AUDIT", "raise")
-    replay = follow.install("slime", lambda: True, {})
+    replay = replayer.install("slime", lambda: True, {})
     tokens = torch.arange(1, 9)
     own = oracle.own_routes(chunks, tokens)[:-1]
     noisy = own.clone()
@@ -393,12 +393,12 @@ def test_an_audit_logs_samples_that_a_replay_refuses(trainer, chunks, monkeypatc
     short = [routes[0][1:], *routes[1:]]
     for word in ("1", "raise"):
         monkeypatch.setenv("MRR_AUDIT", word)
-        follow.install("slime", lambda: True, {})
+        replayer.install("slime", lambda: True, {})
         if word == "raise":
             with pytest.raises(TraceError, match="sample 0: 5 rows of routes for 7 tokens"):
-                follow.active().enter(chunks, lambda: (ids, short))
+                replayer.active().enter(chunks, lambda: (ids, short))
         else:
-            follow.active().enter(chunks, lambda: (ids, short))
+            replayer.active().enter(chunks, lambda: (ids, short))
             assert "the samples cannot be compared: MRR" in caplog.text
 
 
@@ -535,7 +535,7 @@ def test_a_model_that_expands_inside_is_refused_by_name_and_takes_rows_by_hand(c
 
     model = Expands(chunks[0].module).eval()
     ids, routes = samples()
-    trace = follow.make_trace([model], ids, routes, "unrouted")
+    trace = replayer.make_trace([model], ids, routes, "unrouted")
     with torch.no_grad(), pytest.raises(RouterReplayError, match="input_ids"), mrr.replay([model], trace):
         model(ids[0][None])
     seen = {}

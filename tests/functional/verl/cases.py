@@ -32,7 +32,7 @@ from verl.workers.config import McoreEngineConfig
 
 import megatron_router_replay as mrr
 from megatron_router_replay.testing import ParallelSizes
-from megatron_router_replay.trainers import follow, token_layers
+from megatron_router_replay.trainers import replayer, token_layers
 from megatron_router_replay.trainers import verl as plugin
 from tests.functional.mcore.cases import as_map, left_over, moe_routers, watched
 from tests.functional.verl.batches import LENGTHS, Sizes, as_verl, make_batch
@@ -154,7 +154,7 @@ def forced(engine: Any, seen: dict[int, list[Tensor]]) -> Iterator[None]:
     """Replay the observed experts by Megatron's own RouterReplay, micro-batch by micro-batch."""
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
-    follow.uninstall()  # it refuses a pass that drives Megatron's own replay
+    replayer.uninstall()  # it refuses a pass that drives Megatron's own replay
     handles = []
     for router in moe_routers(engine.module):
         maps = iter(seen[router.layer_number])
