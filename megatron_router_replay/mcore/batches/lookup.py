@@ -157,11 +157,10 @@ class RowLookup:
         lengths = lengths - offset
         count = np.minimum(count, lengths)
         live = np.minimum(live, lengths - count)
-        more = len(segments.begin) - num_computed
-        first, count, row, live = (
-            np.append(each, [0] * more) for each in (segments.begin[:num_computed] + offset, count, row, live)
-        )
-        first[num_computed:] = segments.begin[num_computed:]
+        first = segments.begin.copy()
+        first[:num_computed] += offset
+        rest = np.zeros(len(first) - num_computed, np.int64)
+        count, row, live = (np.concatenate([each, rest]) for each in (count, row, live))
         return segments, readings, *segments.rows(first, count, row, live)
 
     def _read(self, segments: Segments, tokens: Any, where: str) -> list[Reading]:
@@ -175,18 +174,19 @@ class RowLookup:
         runs = samples.leading_runs(self._padding) if segments.searches_left and self._padding else set()
         readings: list[Reading] = []
         problems: list[tuple[int, Misfit]] = []
-        for number, (start, low, high) in enumerate(zip(*(each.tolist() for each in (segments.start, *limits[:2])))):
-            row = samples.plain.get(keys[4 * low : 4 * high])
-            if row is not None and (low == start or not runs):
-                readings.append(Reading(low - start, high - low, row, 0, True))
-            elif low >= high:
-                readings.append(PADDING_ALONE)
-            else:
+        columns = (segments.start, segments.stop, segments.end, *limits)
+        for number, (start, stop, end, low, high, doubt) in enumerate(zip(*(each.tolist() for each in columns))):
+            found: Reading | Misfit | None = None
+            if low >= high:
+                found = PADDING_ALONE
+            elif (low == start or not runs) and not (segments.is_bounded and stop < end):
+                found = samples.read_plain(low - start, keys[4 * low : 4 * stop], high - low, max(0, doubt - low))
+            if found is None:
                 found = self._read_one(samples, segments, number, tokens, keys, limits, runs)
-                if isinstance(found, Misfit):
-                    problems.append((number, found))
-                else:
-                    readings.append(found)
+            if isinstance(found, Misfit):
+                problems.append((number, found))
+            else:
+                readings.append(found)
         if problems:
             number, problem = problems[0]
             more = (

@@ -86,8 +86,6 @@ class SortedSamples:
     Attributes:
         token_ids: as an array.
         bounds: where samples begin, and n.
-        plain: key -> row of each sample that is read as nothing else: no sample is equal, continues it, or ends in front of
-            the equal tokens at its end.
     """
 
     def __init__(self, token_ids: Any, sequence_lengths: Any, replay_mask: Any) -> None:
@@ -104,20 +102,7 @@ class SortedSamples:
         )
         self._keys = [key for key, _, _ in found]
         self._places = [(missing, begin) for _, missing, begin in found]
-        self.plain = self._plain()
         self._leading_runs: dict[tuple[int, ...], set[int]] = {}
-
-    def _plain(self) -> dict[bytes, int]:
-        plain, before = {}, b""
-        for key, after, (_, begin) in zip(self._keys, [*self._keys[1:], b""], self._places):
-            last, stem = key[-_BYTES:], len(key) - _BYTES
-            while stem and key[stem - _BYTES : stem] == last:
-                stem -= _BYTES
-            # Keys between a sample that ends there and this one begin like both.
-            if not after.startswith(key) and not (before and before.startswith(key[:stem])):
-                plain[key] = begin
-            before = key
-        return plain
 
     def leading_runs(self, padding: tuple[int, ...]) -> set[int]:
         """Return the numbers of padding tokens with which samples begin, where these are any."""
@@ -130,6 +115,23 @@ class SortedSamples:
                     runs.add(int(others[0]) if others.size else own.size)
             self._leading_runs[padding] = runs
         return self._leading_runs[padding]
+
+    def read_plain(self, start: int, key: bytes, real: int, doubt: int) -> Reading | None:
+        """Return the Reading of a sequence that is the beginning of one sample and of no other; None: `read` must tell.
+
+        Args:
+            start, key, real, doubt: as for `read`.
+        """
+        own = key[: _BYTES * real]
+        first = bisect_left(self._keys, own)
+        found, after = (*self._keys[first : first + 2], b"", b"")[:2]
+        if not found.startswith(own) or after.startswith(own) or not real:
+            return None
+        if len(key) > len(own) and found.startswith(key[: len(own) + _BYTES]):
+            return None  # it goes on with the tokens of padding
+        if doubt < real and first and self._keys[first - 1].startswith(own[: _BYTES * doubt]):
+            return None  # a shorter one may end where padding may begin
+        return Reading(start, real, self._places[first][1], 0, len(found) == len(own), first, first + 1)
 
     def read(self, start: int, key: bytes, real: int, doubt: int) -> Reading:
         """Return the Reading of a sequence that takes the most tokens for a sample's.

@@ -43,7 +43,8 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 def to_host(values: Sequence[Tensor | None]) -> list[Any]:
     """Return integers and masks as arrays on the host, int64 or bool; all that are on a GPU come in one copy, in one wait."""
     above = [each for each in values if each is not None and each.device.type != "cpu"]
-    copied = torch.cat([each.flatten().to(torch.int64) for each in above]).cpu() if above else torch.empty(0)
+    flat = [each.flatten().to(torch.int64) for each in above]
+    copied = (flat[0] if len(flat) == 1 else torch.cat(flat)).cpu() if flat else torch.empty(0)
     found: list[Any] = []
     at = 0
     for each in values:

@@ -66,9 +66,20 @@ def test_samples_that_begin_or_end_alike_are_rivals() -> None:
     assert sorted_samples([[], A, [], [4]]).name(3) == (3, 0)
 
 
-def test_only_samples_without_any_other_reading_are_plain() -> None:
-    plain = sorted_samples([[1, 2], [1, 2, 3], [4, 4], [4, 4, 4], [5, 6, 6], [5], [7, 8, 8], [9], [9]]).plain
-    assert set(plain) == {keys_of(each) for each in ([7, 8, 8],)}
+def test_what_is_read_as_one_sample_alone_is_read_so_in_full() -> None:
+    rng, plain = random.Random(9), 0
+    for _ in range(NUM_SEGMENTS):
+        samples = sorted_samples(
+            [[rng.randint(0, 2) for _ in range(rng.randint(1, 5))] for _ in range(rng.randint(1, 5))]
+        )
+        tokens = [rng.randint(0, 2) for _ in range(rng.randint(1, 6))]
+        real = rng.randint(1, len(tokens))
+        how = (1, keys_of(tokens), real, rng.randint(0, real))
+        if (found := samples.read_plain(*how)) is not None:
+            assert found == samples.read(*how)
+            assert not found.is_ambiguous
+            plain += 1
+    assert plain > NUM_SEGMENTS // 10
 
 
 def test_tokens_inside_a_sample_are_found_at_whole_tokens() -> None:
