@@ -75,9 +75,9 @@ def test_its_demo_replays_a_real_engines_routes_exactly(folder, tmp_path):
     result = json.loads(done.stdout)
     assert set(PROMISED) <= result.keys()
     assert all(isinstance(value, int | float) for value in result.values())
-    # 2 prompts of 33 and 29 tokens with 4 answers each: 248 and 177 tokens in all; the last of each has no route; 3 MoE layers.
+    # 2 prompts of 33 and 29 tokens, 4 answers each: 248 and 177 tokens in all. The last of each has no route; 3 MoE layers.
     assert (result["samples"], result["tokens_generated"]) == (8, 177)
-    assert result["decisions"] == (231 + 320 - 8) * 3
+    assert result["decisions"] == (248 + 177 - 8) * 3
     assert result["differ_without_replay"] > 0
     assert result["differ_with_replay"] == 0
     assert result["recomputes_identical"] == result["recomputes_checked"] == 3 * 4  # layers x micro-batches
