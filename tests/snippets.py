@@ -19,7 +19,6 @@ if TYPE_CHECKING:  # every test's process loads this module
     from sybil import Example
 
 PRINTED = {
-    "trainers.md": ["tokens replayed"],
     "monitoring.md": ["0.98"],
     "debugging.md": ["the traces differ"],
 }
