@@ -38,6 +38,9 @@ SEAMS = (DRIVER, BATCH, PASS)
 _newest: dict[str, Any] = {}
 """The newest batch that was cut into micro-batches; the next pass runs them."""
 
+_options: dict[str, Any] = {}
+"""Of `mrr.replay`, as the newest `install` got them."""
+
 
 def install(**options: Any) -> None:
     """Install the hooks as soon as their modules are imported. Importing this module calls it.
@@ -45,6 +48,8 @@ def install(**options: Any) -> None:
     Args:
         options: of `mrr.replay`.
     """
+    _options.clear()
+    _options.update(options)
     hook(DRIVER, _add_masks)
     when_imported(PASS.module, lambda module: replayer.install("NeMo-RL", None, options))
     hook(BATCH, _keep_batch)
@@ -91,6 +96,7 @@ def _run_pass(original: Any, model: Any, *args: Any, use_router_replay: bool = F
         return original(model, *args, **kwargs)
     replay = replayer.active()
     replay.enter(model, lambda: _samples(_newest["batch"]))
+    replay.options = {"padding_token_ids": _padding_tokens(_newest["batch"]), **_options}
     with replay.in_pass("replay"):
         # Without the flag, NeMo-RL sets no targets of its own.
         results = original(model, *args, use_router_replay=replay.audits, **kwargs)
@@ -98,7 +104,7 @@ def _run_pass(original: Any, model: Any, *args: Any, use_router_replay: bool = F
         from megatron.core import parallel_state
 
         # NeMo-RL adds up the micro-batches of all data-parallel ranks.
-        replay.report(results, parts=len(results) * parallel_state.get_data_parallel_world_size())
+        replay.add_metrics(results, parts=len(results) * parallel_state.get_data_parallel_world_size())
     return results
 
 
@@ -114,6 +120,13 @@ def _samples(batch: Any) -> tuple[list[Tensor], list[Tensor]]:
         # The last token, and messages of an environment after the last generation, have the experts 0, 1, ..., topk - 1.
         rows[(rows == torch.arange(rows.shape[2])).flatten(1).all(1)] = -1
     return tokens, routes
+
+
+def _padding_tokens(batch: Any) -> list[int]:
+    """Return the tokens of padding: those that a batch has past its lengths, and 0, which NeMo-RL fills packed rows with."""
+    ids, lengths = take(BATCH, batch, "input_ids", "input_lengths")
+    is_padding = torch.arange(ids.shape[1], device=ids.device) >= lengths.to(ids.device).unsqueeze(1)
+    return sorted({0, *ids[is_padding].tolist()})
 
 
 install()

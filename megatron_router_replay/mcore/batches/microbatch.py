@@ -25,8 +25,7 @@ class Microbatch:
         live_positions: [num_live] int64, positions of the rows that the live router decides, on the routers' device once the
             forward has begun; None: there are none.
         replay_mask: [num_tokens] bool on the same device, True: the row has a route that is replayed; None: all are.
-        rows: [num_tokens] int64, rows of a recording as this rank's routers see them, -1: padding; None: a replay does not
-            keep them.
+        rows: [num_tokens] int64, rows of the trace or of a recording as this rank's routers see them, -1: there is none.
         token_ids: [b, s] integers, the tokens that its forward must get, below 0 where they are not known; None: none is.
         batch_rows: [b, s] int64, the rows of the trace that have these tokens; None: the trace has none.
         checked_layer: position of the layer that also takes its live top-k, -1: all do; None: none does.

@@ -94,9 +94,9 @@ class TraceRoutes(Strategy):
                 topk=int(replayed[0].topk),
                 num_experts=int(replayed[0].num_experts),
                 num_layers=len(replayed),
-                least=min_agreement,
                 every_layer=ask_every_layer,
                 rank=routers.rank,
+                trace=trace,
             )
 
     # ---- rows into the trace
@@ -123,14 +123,18 @@ class TraceRoutes(Strategy):
         any_unrouted = check_range(rows, self._trace.num_tokens)
         expected = self._expected_tokens(rows, inputs.token_ids, any_unrouted=any_unrouted)
         router_rows = chunk.router_view(rows)  # a part of a recording has these alone
-        replay_mask = live_positions = None  # None spares every router of the micro-batch its live top-k
+        gathered, replay_mask, live_positions = (
+            router_rows,
+            None,
+            None,
+        )  # None spares every router of the micro-batch its live top-k
         num_live = num_padding = 0
         if any_unrouted or self._has_route is not None:  # else every row has a route
             replay_mask, gathered = router_rows >= 0, router_rows.clamp(min=0)
             if self._has_route is not None:
                 has_row, replay_mask = replay_mask, replay_mask & self._has_route[gathered]
                 self._check_known(gathered, has_row & ~replay_mask)
-            router_rows, live = gathered, (~replay_mask).nonzero().squeeze(1)
+            live = (~replay_mask).nonzero().squeeze(1)
             if not live.numel():
                 replay_mask = None
             else:
@@ -144,8 +148,9 @@ class TraceRoutes(Strategy):
             batch_shape=shape,
             counts={"rows": router_rows.numel(), "live": num_live, "padding": num_padding},
             num_routers=len(chunk.replayed_routers),
-            routes=LayerRoutes(take_rows(self._routes_of[chunk.index], router_rows, chunk.device)),
+            routes=LayerRoutes(take_rows(self._routes_of[chunk.index], gathered, chunk.device)),
             live_positions=live_positions,
+            rows=router_rows,
             replay_mask=replay_mask,
             token_ids=expected,
             batch_rows=None if expected is None else rows,
@@ -211,8 +216,15 @@ class TraceRoutes(Strategy):
         if microbatch.checked_layer is not None and microbatch.checked_layer in (state.position, ALL):
             assert self.agreement is not None, "a layer is checked"
             assert state.chunk is not None, "it takes micro-batches"
-            own, number = request.live_topk()[1], state.found.layer_number
-            self.agreement.add(microbatch, state.chunk, number, own, used, microbatch.replay_mask)
+            self.agreement.add(
+                microbatch,
+                state.chunk,
+                state.found.layer_number,
+                scores=request.scores,
+                live=request.live_topk()[1],
+                replayed=used,
+                counts=microbatch.replay_mask,
+            )
         if microbatch.live_positions is not None:
             return used.index_copy(0, microbatch.live_positions, request.live_topk_of(microbatch.live_positions))
         if call.is_written:
