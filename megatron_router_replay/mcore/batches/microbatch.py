@@ -29,7 +29,6 @@ class Microbatch:
         token_ids: [b, s] integers, the tokens that its forward must get, below 0 where they are not known; None: none is.
         batch_rows: [b, s] int64, the rows of the trace that have these tokens; None: the trace has none.
         checked_layer: position of the layer that also takes its live top-k, -1: all do; None: none does.
-        cu_seqlens: [num_seqs + 1] integers, where they start in the row, over all context-parallel ranks; None: not known.
         lengths: [S] int64, tokens of each sample that a recording numbers itself; None: rows were given by hand.
         used: position -> [num_tokens, topk], the experts that a recording keeps; None: nothing is recorded.
         digest: of its rows, the same on all pipeline stages.
@@ -49,7 +48,6 @@ class Microbatch:
     token_ids: Tensor | None = None
     batch_rows: Tensor | None = None
     checked_layer: int | None = None
-    cu_seqlens: Tensor | None = None
     lengths: Tensor | None = None
     used: dict[int, Any] | None = None
     digest: int = 0

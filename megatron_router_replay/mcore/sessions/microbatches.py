@@ -155,7 +155,6 @@ class Microbatches:
         """Begin the next micro-batch of a chunk, and compare rows by hand with the tokens that the forward gets."""
         self.follow(chunk, inputs)
         microbatch = chunk.begin(is_running=True)
-        microbatch.cu_seqlens = inputs.bounds
         # Stages that embed nothing may get tokens in another layout, before packing.
         if microbatch.is_by_hand and inputs.input_ids is not None and getattr(chunk.module, "pre_process", True):
             try:

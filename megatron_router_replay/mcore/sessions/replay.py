@@ -123,11 +123,8 @@ class TraceRoutes(Strategy):
         any_unrouted = check_range(rows, self._trace.num_tokens)
         expected = self._expected_tokens(rows, inputs.token_ids, any_unrouted=any_unrouted)
         router_rows = chunk.router_view(rows)  # a part of a recording has these alone
-        gathered, replay_mask, live_positions = (
-            router_rows,
-            None,
-            None,
-        )  # None spares every router of the micro-batch its live top-k
+        gathered, replay_mask = router_rows, None
+        live_positions = None  # spares every router of the micro-batch its live top-k
         num_live = num_padding = 0
         if any_unrouted or self._has_route is not None:  # else every row has a route
             replay_mask, gathered = router_rows >= 0, router_rows.clamp(min=0)
