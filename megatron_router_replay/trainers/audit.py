@@ -86,8 +86,8 @@ def audit(
 ) -> Iterator[Findings]:
     """Compare the experts that routers use with a trace, by tokens.
 
-    Nothing is changed. The experts may come from Megatron-Core's RouterReplay, from a replay of your own, or from the live router. Put the block
-    around the forwards and backwards of a step: recomputes are taken to run in the order of the forwards before them.
+    Nothing is changed: Megatron-Core's RouterReplay, a replay of your own or the live router decides. Put the block around
+    the forwards and backwards of a step, because recomputes are taken to run in the order of the forwards before them.
 
     Args:
         model_chunks: the model or all of its chunks on this rank. Each chunk's forward gets its tokens as `input_ids`, on
