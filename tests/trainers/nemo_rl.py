@@ -19,6 +19,7 @@ from tests.trainers.stand_ins import trainer_imports
 SOURCE = Source(name="nemo_rl", packages=("nemo_rl",))
 SERVICES = ("ray", "transformers", "wandb")
 LENGTH = 24  # of the padded batch
+PADDING = 318  # a token of no sample
 
 
 def batch(seed: int) -> dict[str, Any]:
@@ -47,7 +48,7 @@ def batch(seed: int) -> dict[str, Any]:
         )
     add_grpo_token_loss_masks_and_generation_logprobs(logs)
     flat, lengths = batched_message_log_to_flat_message(
-        logs, pad_value_dict={"token_ids": 0}, make_sequence_length_divisible_by=LENGTH
+        logs, pad_value_dict={"token_ids": PADDING}, make_sequence_length_divisible_by=LENGTH
     )
     shape = flat["token_ids"].shape
     return {
