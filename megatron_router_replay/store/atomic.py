@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,18 +20,20 @@ def replacing(path: Path) -> Iterator[Path]:
     """Yield the path of a temporary file, which takes the name `path` at the end.
 
     A process that is killed leaves the old file or the new one, and perhaps the temporary file. A symbolic link stays: the
-    file that it leads to is replaced.
+    file that it leads to is replaced. The new file has the old one's mode.
     """
     path = Path(os.path.realpath(path))
     check_regular(path)
+    if not path.parent.is_dir():
+        raise StoreError(f"MRR501: there is no folder {path.parent}: make it first, as with mkdir(parents=True).")
     temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
         # safetensors 0.8 makes files that only their owner can read: they get the mode of any new file instead.
         temporary.touch()
-        mode = temporary.stat().st_mode
+        mode = (path if path.exists() else temporary).stat().st_mode
         temporary.unlink()
         yield temporary
-        temporary.chmod(mode)
+        temporary.chmod(stat.S_IMODE(mode))
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -60,5 +63,12 @@ def naming(path: Path, verb: str) -> Iterator[None]:
     """Raise errors of the body as a StoreError that names the file and the attempt, as in "cannot save x.safetensors"."""
     try:
         yield
-    except (OSError, ValueError, SafetensorError, StoreError, TraceError) as error:
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+        SafetensorError,
+        StoreError,
+        TraceError,
+    ) as error:  # RuntimeError: torch's
         raise StoreError(f"MRR501: cannot {verb} {path}: {error}") from error

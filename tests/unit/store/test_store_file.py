@@ -5,6 +5,8 @@ import json
 import os
 import resource
 import signal
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -243,6 +245,72 @@ def test_a_link_stays_and_the_file_that_it_leads_to_is_written(tmp_path):
         assert_same(load_trace(tmp_path / "x"), make_trace(seed=seed))
     (tmp_path / "y").touch()
     assert (tmp_path / "x").stat().st_mode == (tmp_path / "y").stat().st_mode, "as any new file"
+
+
+def test_a_file_that_is_replaced_while_it_is_opened_is_read_again(tmp_path, monkeypatch):
+    """safetensors reads the header and lets torch open the file anew; another trace takes the name in between."""
+    path, traces = tmp_path / "x", [make_trace(50), full_trace(7), make_trace(50, seed=1), full_trace(9)]
+    save_trace(traces[0], path)
+    map_file, pending = torch.UntypedStorage.from_file, traces[1:]
+
+    def replace_first(*arguments, **options):
+        if pending:
+            save_trace(pending.pop(0), path)
+        return map_file(*arguments, **options)
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", replace_first)
+    assert_same(load_trace(path), traces[-1])
+    assert not pending, "each version but the last one was replaced"
+
+
+SAVE = """
+import sys, time, torch
+from megatron_router_replay.errors import StoreError
+from megatron_router_replay.store import load_trace, save_trace
+from tests.unit.store.store_traces import full_trace, make_trace
+path, seconds, first = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
+traces = [make_trace(50), full_trace(3000), make_trace(50, seed=1), full_trace(9)]
+end, i = time.time() + seconds, first
+while time.time() < end:
+    save_trace(traces[i % 4], path)
+    assert load_trace(path) in traces
+    i += 1
+print(i - first)
+"""
+
+
+@pytest.mark.parametrize("seconds", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_two_processes_save_and_load_one_name(tmp_path, seconds):
+    save_trace(make_trace(5), tmp_path / "x")
+    command = [sys.executable, "-c", SAVE, tmp_path / "x", str(seconds)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    both = [subprocess.Popen([*command, first], env=env, stdout=subprocess.PIPE, text=True) for first in "02"]
+    loads = [process.communicate()[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert min(map(int, loads)) > 10
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_a_file_keeps_its_mode_when_it_is_saved_again(tmp_path):
+    path = save_trace(make_trace(5), tmp_path / "x")
+    for mode in (0o600, 0o640):
+        path.chmod(mode)
+        save_trace(make_trace(5, seed=1), path)
+        assert path.stat().st_mode & 0o777 == mode
+
+
+def test_a_missing_folder_is_named_and_not_a_temporary_file(tmp_path):
+    with pytest.raises(
+        StoreError, match=rf"^MRR501: cannot save .*: there is no folder {tmp_path}/no/such: make it first"
+    ):
+        save_trace(make_trace(5), tmp_path / "no" / "such" / "x")
+
+
+@pytest.mark.parametrize("content", [b'{"choices": [{"index": 0}]}', b"PK\x03\x04" * 20, b"text without a header"])
+def test_a_file_of_another_kind_is_no_trace(tmp_path, content):
+    (tmp_path / "x").write_bytes(content)
+    with pytest.raises(StoreError, match=r"^MRR501: cannot load .*: it is no trace: .*mrr.engines decodes"):
+        load_trace(tmp_path / "x")
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
