@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -39,9 +40,6 @@ from megatron_router_replay.trace.routing_trace import RoutingTrace
 FORMAT, VERSION = "megatron_router_replay.trace", 4
 _CHUNK_BYTES = 4 << 20  # a processor's cache has it still when it is copied
 _MAX_METADATA_BYTES = 90_000_000  # safetensors reads no header above 100 MB, and writes larger ones
-_MAX_ATTEMPTS = 1000
-
-T = TypeVar("T")
 
 
 def save_trace(trace: RoutingTrace, path: str | os.PathLike[str]) -> Path:
@@ -128,62 +126,35 @@ def map_trace(path: Path) -> RoutingTrace:
 
 def read_header(path: Path) -> TraceHeader:
     """Return the header of a trace file, whose checksum was compared; errors as of `map_trace`."""
-    return _read_one_version(path, lambda file: _header(file)[0])
+    with _open(path) as file:
+        return _header(file)[0]
 
 
-def _read_one_version(path: Path, read: Callable[[Any], T]) -> T:
-    """Return what `read` reads from the open file.
-
-    safetensors opens a file twice by its name. If another file takes the name in between, the header of one is read with the
-    tensors of the other, so it is read again.
-
-    Raises:
-        StoreError: no safetensors file.
-        Exception: the error of `read`, or of safetensors, about a file that nobody replaced.
-    """
+@contextmanager
+def _open(path: Path) -> Iterator[Any]:
+    """Open a safetensors file, which a save may replace meanwhile."""
     check_regular(path)
-    for _ in range(_MAX_ATTEMPTS):
-        before = _version(path)
-        try:
-            _check_is_safetensors(path)
-            with safe_open(path, "pt") as file:
-                return read(file)
-        except (OSError, RuntimeError, SafetensorError, StoreError):
-            if not path.exists() or _version(path) == before:
-                raise
-    raise StoreError(f"MRR501: it was replaced {_MAX_ATTEMPTS} times while it was read.")
-
-
-def _version(path: Path) -> tuple[int, ...]:
-    # A new file may get the number of one that was replaced before, so times are compared as well.
-    status = path.stat()
-    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size
-
-
-def _check_is_safetensors(path: Path) -> None:
-    """Raise StoreError unless a file begins as safetensors does: the length of the header in 8 bytes, then a JSON object."""
     with path.open("rb") as file:
-        start = file.read(9)
-    if len(start) == 9 and (int.from_bytes(start[:8], "little") > 100_000_000 or start[8:] != b"{"):
-        raise StoreError(
-            "MRR501: it is no trace: no safetensors file. save_trace writes a trace; mrr.engines decodes an engine's reply."
-        )
+        head = file.read(9)  # a length of 8 bytes, and the brace of a JSON object
+        if len(head) == 9 and head[8:] != b"{":
+            raise StoreError("MRR501: it is no safetensors file, and so no trace file.")
+        # safetensors opens a file twice, by its name: both times it is the file of this descriptor.
+        descriptor = Path(f"/proc/self/fd/{file.fileno()}")
+        with safe_open(descriptor if descriptor.exists() else path, "pt") as opened:
+            yield opened
 
 
 def _read(path: Path, *, copy: bool) -> RoutingTrace:
-    return _read_one_version(path, lambda file: _read_tensors(file, copy=copy))
-
-
-def _read_tensors(file: Any, *, copy: bool) -> RoutingTrace:
-    header, checksums = _header(file)
-    values = {}
-    for name, like in header.empty(0).items():
-        mapped = file.get_slice(name)[:]  # not read yet
-        if mapped.dtype != like.dtype or mapped.shape != (header.num_tokens, *like.shape[1:]):
-            raise StoreError(f"MRR503: {name} is {list(mapped.shape)} {mapped.dtype}: its header was altered.")
-        values[name] = torch.empty_like(mapped) if copy else mapped
-        if _checksum(mapped, values[name] if copy else None) != checksums[name]:
-            raise StoreError(f"MRR503: the checksum of {name} is wrong: the file was altered.")
+    with _open(path) as file:
+        header, checksums = _header(file)
+        values = {}
+        for name, like in header.empty(0).items():
+            mapped = file.get_slice(name)[:]  # not read yet
+            if mapped.dtype != like.dtype or mapped.shape != (header.num_tokens, *like.shape[1:]):
+                raise StoreError(f"MRR503: {name} is {list(mapped.shape)} {mapped.dtype}: its header was altered.")
+            values[name] = torch.empty_like(mapped) if copy else mapped
+            if _checksum(mapped, values[name] if copy else None) != checksums[name]:
+                raise StoreError(f"MRR503: the checksum of {name} is wrong: the file was altered.")
     return RoutingTrace.from_checked(
         **values,
         layer_numbers=header.layer_numbers,

@@ -226,41 +226,18 @@ def test_a_full_disk_leaves_the_old_file_alone(tmp_path):
     assert_same(load_trace(path), make_trace(5))
 
 
-def test_a_mapped_trace_is_the_file_of_its_time_and_a_loaded_one_a_copy(tmp_path):
+def test_a_file_that_is_replaced_while_it_is_opened_is_read_as_it_was(tmp_path, monkeypatch):
     path = save_trace(make_trace(5), tmp_path / "x")
-    mapped, loaded = map_trace(path), load_trace(path)
-    assert str(path) in Path("/proc/self/maps").read_text()
-    replaced = path.rename(tmp_path / "y")
-    save_trace(make_trace(5, seed=1), path)
-    assert_same(mapped, make_trace(5))
-    replaced.write_bytes(b"")  # the bytes of both
-    assert_same(loaded, make_trace(5))
+    opened_again = torch.UntypedStorage.from_file  # safetensors has read the header by then
 
+    def replace_first(*args, **kwargs):
+        save_trace(make_trace(9, seed=1), path)
+        return opened_again(*args, **kwargs)
 
-def test_a_link_stays_and_the_file_that_it_leads_to_is_written(tmp_path):
-    (tmp_path / "link").symlink_to(tmp_path / "x")
-    for seed in (0, 1):  # a free name, and a file
-        assert save_trace(make_trace(seed=seed), tmp_path / "link") == tmp_path / "link"
-        assert (tmp_path / "link").is_symlink()
-        assert_same(load_trace(tmp_path / "x"), make_trace(seed=seed))
-    (tmp_path / "y").touch()
-    assert (tmp_path / "x").stat().st_mode == (tmp_path / "y").stat().st_mode, "as any new file"
-
-
-def test_a_file_that_is_replaced_while_it_is_opened_is_read_again(tmp_path, monkeypatch):
-    """safetensors reads the header and lets torch open the file anew; another trace takes the name in between."""
-    path, traces = tmp_path / "x", [make_trace(50), full_trace(7), make_trace(50, seed=1), full_trace(9)]
-    save_trace(traces[0], path)
-    map_file, pending = torch.UntypedStorage.from_file, traces[1:]
-
-    def replace_first(*arguments, **options):
-        if pending:
-            save_trace(pending.pop(0), path)
-        return map_file(*arguments, **options)
-
-    monkeypatch.setattr(torch.UntypedStorage, "from_file", replace_first)
-    assert_same(load_trace(path), traces[-1])
-    assert not pending, "each version but the last one was replaced"
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.UntypedStorage, "from_file", replace_first)
+        assert_same(load_trace(path), make_trace(5))
+    assert_same(load_trace(path), make_trace(9, seed=1))
 
 
 SAVE = """
@@ -291,26 +268,55 @@ def test_two_processes_save_and_load_one_name(tmp_path, seconds):
     assert os.listdir(tmp_path) == ["x"]
 
 
-def test_a_file_keeps_its_mode_when_it_is_saved_again(tmp_path):
+def test_an_error_of_torch_names_the_file(tmp_path, monkeypatch):
     path = save_trace(make_trace(5), tmp_path / "x")
-    for mode in (0o600, 0o640):
-        path.chmod(mode)
-        save_trace(make_trace(5, seed=1), path)
-        assert path.stat().st_mode & 0o777 == mode
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("unable to mmap 56 bytes from file </proc/self/fd/3>: Cannot allocate memory (12)")
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", fail)
+    with pytest.raises(StoreError, match=r"^MRR501: cannot load .*/x: unable to mmap"):
+        load_trace(path)
 
 
-def test_a_missing_folder_is_named_and_not_a_temporary_file(tmp_path):
+def test_a_file_that_is_saved_again_keeps_its_mode(tmp_path):
+    path = save_trace(make_trace(5), tmp_path / "x")
+    path.chmod(0o600)
+    save_trace(make_trace(6), path)
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_missing_folder_is_named_and_a_json_file_is_no_trace(tmp_path):
     with pytest.raises(
-        StoreError, match=rf"^MRR501: cannot save .*: there is no folder {tmp_path}/no/such: make it first"
+        StoreError, match=rf"^MRR501: cannot save .*/y/x: there is no folder {tmp_path}/y: make it first"
     ):
-        save_trace(make_trace(5), tmp_path / "no" / "such" / "x")
+        save_trace(make_trace(5), tmp_path / "y" / "x")
+    (tmp_path / "reply.json").write_text('{"choices": []}')
+    with pytest.raises(
+        StoreError, match=r"^MRR501: cannot load .*/reply.json: it is no safetensors file, and so no trace"
+    ):
+        load_trace(tmp_path / "reply.json")
 
 
-@pytest.mark.parametrize("content", [b'{"choices": [{"index": 0}]}', b"PK\x03\x04" * 20, b"text without a header"])
-def test_a_file_of_another_kind_is_no_trace(tmp_path, content):
-    (tmp_path / "x").write_bytes(content)
-    with pytest.raises(StoreError, match=r"^MRR501: cannot load .*: it is no trace: .*mrr.engines decodes"):
-        load_trace(tmp_path / "x")
+def test_a_mapped_trace_is_the_file_of_its_time_and_a_loaded_one_a_copy(tmp_path):
+    path = save_trace(make_trace(5), tmp_path / "x")
+    mapped, loaded = map_trace(path), load_trace(path)
+    assert str(path) in Path("/proc/self/maps").read_text()
+    replaced = path.rename(tmp_path / "y")
+    save_trace(make_trace(5, seed=1), path)
+    assert_same(mapped, make_trace(5))
+    replaced.write_bytes(b"")  # the bytes of both
+    assert_same(loaded, make_trace(5))
+
+
+def test_a_link_stays_and_the_file_that_it_leads_to_is_written(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "x")
+    for seed in (0, 1):  # a free name, and a file
+        assert save_trace(make_trace(seed=seed), tmp_path / "link") == tmp_path / "link"
+        assert (tmp_path / "link").is_symlink()
+        assert_same(load_trace(tmp_path / "x"), make_trace(seed=seed))
+    (tmp_path / "y").touch()
+    assert (tmp_path / "x").stat().st_mode == (tmp_path / "y").stat().st_mode, "as any new file"
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
