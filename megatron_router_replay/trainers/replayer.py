@@ -198,7 +198,9 @@ class TrainerReplay:
         if not dist.is_initialized() or dist.get_rank() == 0:
             line = f"{report.rows_replayed} replayed, {report.rows_live} live, {report.rows_padding} padding"
             agreement = self.metrics.get("router_replay/agreement")
-            _LOG.info("router replay: %s", line if agreement is None else f"{line}; agreement {agreement:.0%}")
+            _LOG.info(
+                "router replay: %s", line if agreement is None else f"{line}; agreement {agreement:.0%} beyond chance"
+            )
 
     @contextmanager
     def _audit(self, chunks: Sequence[nn.Module], kind: PassKind) -> Iterator[None]:
