@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from megatron_router_replay.errors import LayoutError, ReplayStateError
 from megatron_router_replay.layout.split import rows_for_router
-from megatron_router_replay.mcore.batches.follow import Follower, with_index
 from megatron_router_replay.mcore.batches.inputs import read_inputs
+from megatron_router_replay.mcore.batches.lookup import RowLookup
+from megatron_router_replay.mcore.batches.samples import samples_of
 from megatron_router_replay.mcore.model.find import find_routers, unwrap
 from megatron_router_replay.trace import RoutingTrace
 
@@ -72,13 +73,12 @@ def compared(chunks: Sequence[nn.Module], trace: RoutingTrace, options: Mapping[
         options: of `mrr.replay`.
     """
     findings = Findings()
-    follower = Follower(
+    lookup = RowLookup(
         trace,
         padding_token_ids=options.get("padding_token_ids"),
         cp_partition_mode=options.get("cp_partition_mode"),
-        check=_raise_at_once,
     )
-    watched = [_WatchedChunk(chunk, trace, follower, findings) for chunk in chunks]
+    watched = [_WatchedChunk(chunk, trace, lookup, findings) for chunk in chunks]
     handles = [handle for each in watched for handle in each.add_hooks()]
     try:
         yield findings
@@ -111,8 +111,8 @@ def comparable(trace: RoutingTrace) -> RoutingTrace:
 class _WatchedChunk:
     """The decisions of one chunk in one pass. They stay on the device until the pass ends."""
 
-    def __init__(self, chunk: nn.Module, trace: RoutingTrace, follower: Follower, findings: Findings) -> None:
-        self._model, self._trace, self._follower, self._findings = unwrap(chunk), trace, follower, findings
+    def __init__(self, chunk: nn.Module, trace: RoutingTrace, lookup: RowLookup, findings: Findings) -> None:
+        self._model, self._trace, self._lookup, self._findings = unwrap(chunk), trace, lookup, findings
         self._routers = [found for found in find_routers(chunk) if not found.is_mtp]
         self._rows: Tensor | None = None  # of the forward that runs now, as the routers see them; None: not found
         self._is_entered = False  # a forward runs now, so its rows were found, or counted as not found
@@ -122,8 +122,6 @@ class _WatchedChunk:
         """Put the hooks on, and return their handles."""
         if not self._routers:
             return []
-        device = next(self._model.parameters()).device
-        self._trace = with_index(self._trace, [found.layer_number for found in self._routers], device)
         handles: list[Any] = [
             self._model.register_forward_pre_hook(self._entered, with_kwargs=True),
             self._model.register_forward_hook(self._left, always_call=True),
@@ -139,8 +137,7 @@ class _WatchedChunk:
             return
         self._is_entered = True
         try:
-            inputs, index = read_inputs(module, args, kwargs), self._trace.derived["index"]
-            rows = self._follower.find(module, inputs, index, "audit").rows
+            rows = self._lookup.find(module, read_inputs(module, args, kwargs), "audit").rows
         except (LayoutError, ReplayStateError) as error:
             if not self._findings.not_found:
                 _LOG.warning("audit: a forward is not compared: %s", error)
@@ -198,17 +195,12 @@ class _WatchedChunk:
                 findings.wrong += wrong
                 findings.without_route += without_route
             if wrong and not findings.first:
-                index = self._trace.derived["index"]
-                sample, position = index.name(row)
+                samples = samples_of(self._trace)
+                sample, position = samples.name(row)
                 findings.first = (
-                    f"{word}, sample {sample}, position {position}, token {int(index.token_ids[row])}: the router "
+                    f"{word}, sample {sample}, position {position}, token {int(samples.token_ids[row])}: the router "
                     f"used experts {used.nonzero().flatten().tolist()}, the rollout {sorted(expected.tolist())}"
                 )
-
-
-def _raise_at_once(condition: Any, message: str, detail: Callable[[], str] | None = None) -> None:
-    if bool(condition):
-        raise LayoutError(message if detail is None else detail())
 
 
 def _in_backward() -> bool:
