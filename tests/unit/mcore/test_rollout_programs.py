@@ -1,4 +1,4 @@
-"""Rollouts as trainers have them, in batches as trainers cut them: each token gets its own experts, or the session says why not.
+"""Rollouts and batches as trainers have them: each token gets its own experts, or the session says why not.
 
 A program is a rollout and a few micro-batches of it. The rollout has groups of one prompt, conversations of several turns,
 equal answers, answers that end at the maximum length, aborted requests, lost rows. A micro-batch cuts, repeats and leaves
@@ -86,9 +86,7 @@ class Program:
         self.eos = draw.choice([0, 2, vocabulary - 1])
         self.padding = self.eos if draw.random() < 0.5 else (1 if draw.random() < 0.5 else vocabulary)
         self.bos = [draw.choice([3, 3, self.padding, self.eos])] if draw.random() < 0.4 else []
-        self.words = [
-            token for token in range(4, min(vocabulary - 1, 4000)) if token not in (self.eos, self.padding)
-        ]
+        self.words = [token for token in range(4, min(vocabulary - 1, 4000)) if token not in (self.eos, self.padding)]
         self.longest = draw.choice([10, 16, 30])
         self._known: dict[tuple[int, ...], Experts] = {}
         self.samples = self._rollout()
@@ -146,7 +144,9 @@ class Program:
 
     def trace(self) -> mrr.RoutingTrace:
         routes = [
-            torch.tensor([[list(layer) for layer in each] if each else [[-1] * TOPK] * len(LAYERS) for each in sample.experts])
+            torch.tensor(
+                [[list(layer) for layer in each] if each else [[-1] * TOPK] * len(LAYERS) for each in sample.experts]
+            )
             for sample in self.samples
         ]
         tokens = [torch.tensor(sample.tokens) for sample in self.samples]
@@ -244,11 +244,10 @@ class Program:
                 allowed = got in known
                 if may_be_live and got[0] == by_router[0][position][part.row]:
                     allowed = True  # of later layers, the live choice depends on the experts before
-                if not allowed:
-                    raise AssertionError(
-                        f"micro-batch {number} ({batch.layout}), row {part.row}, position {position}: token {row[position]}, "
-                        f"offset {offset} of {part.tokens} got {got}, its routes are {known}, live {by_router[0][position][part.row]}"
-                    )
+                assert allowed, (
+                    f"micro-batch {number} ({batch.layout}), row {part.row}, position {position}: token {offset} of "
+                    f"{part.tokens} has {row[position]} and got {got}, its routes are {known}"
+                )
         for row_number, row in enumerate(batch.ids):
             for position in range(len(row)):
                 if (row_number, position) not in at_parts:
@@ -320,4 +319,6 @@ def test_programs_that_no_run_had_before(run: Any) -> None:
         except Exception as error:  # of any kind: each is a failure, and the test names all of them
             failed[seed] = f"{type(error).__name__}: {error}"
     print(results)
-    assert not failed, "\n".join(f"seed {seed}: {text}" for seed, text in list(failed.items())[:20]) + f"\n{len(failed)}"
+    assert not failed, (
+        "\n".join(f"seed {seed}: {text}" for seed, text in list(failed.items())[:20]) + f"\n{len(failed)}"
+    )
