@@ -309,7 +309,7 @@ def audit_of_live_routers(layout, options, packs):
         oracle.process(),
         oracle.watched(chunks, {}) as seen,
     ):
-        replayer.install("slime", lambda: True, {})
+        replayer.install("slime", lambda: True, {"padding_token_ids": [0]})
         handles = []
         for index, chunk in enumerate(chunks):
             handles.append(chunk.register_forward_pre_hook(partial(enter, index), with_kwargs=True))

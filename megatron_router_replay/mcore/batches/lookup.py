@@ -194,8 +194,8 @@ class RowLookup:
                 if problems[1:]
                 else ""
             )
-            place = segments.place(int(segments.start[number]) + problem.at)
-            raise LayoutError(f"{problem.code}: {where}, {place}, sequence {number}: {problem.text}{more}")
+            place = f"{where}, {segments.place(int(segments.start[number]) + problem.at)}, sequence {number}"
+            raise LayoutError(problem.message(place) + more)
         self._warn_of_bos(segments, tokens, readings, where)
         return readings
 
@@ -251,11 +251,10 @@ class RowLookup:
         for other, count in names.samples.rivals(reading, key):
             if why := unlike(self._trace, reading.row, other, count):
                 return Misfit(
-                    "MRR208",
                     reading.start + count,
-                    f"{names.of(reading.row)} and {names.of(other)} of the trace begin with the same {count} tokens, which a "
-                    f"forward got, and {why}: which of them it holds, its tokens do not say. Replay them in different "
-                    "sessions, or give rows by session.microbatch(rows, model).",
+                    f"MRR208: {names.of(reading.row)} and {names.of(other)} of the trace begin with the same {count} tokens, "
+                    f"which a forward got, and {why}: which of them it holds, its tokens do not say. Replay them in "
+                    "different sessions, or give rows by session.microbatch(rows, model).",
                 )
         return None
 

@@ -14,14 +14,17 @@ class Misfit(NamedTuple):
     """An error about a sequence.
 
     Args:
-        code: of the error.
-        at: the position in the sequence that it is about.
-        text: what was seen, and what to do.
+        at: the position in the segment that it is about.
+        text: the code, what was seen, and what to do.
     """
 
-    code: str
     at: int
     text: str
+
+    def message(self, place: str) -> str:
+        """Return the error's message; place: where it is."""
+        code, text = self.text.split(": ", 1)
+        return f"{code}: {place}: {text}"
 
 
 class Names:
@@ -65,10 +68,9 @@ def of_no_sample(
     if is_constant and not is_bounded and (reading.is_whole or run > 1):
         whose = "all tokens" if reading.is_whole else f"the first {reading.known} tokens"
         return Misfit(
-            "MRR207",
             at,
-            f"token {token} stands {run} times to the end, behind {whose} of {sample}. If it is padding, say {argument}, or "
-            "give the model padding_mask or unpadded cu_seqlens_q.",
+            f"MRR207: token {token} stands {run} times to the end, behind {whose} of {sample}. If it is padding, say "
+            f"{argument}, or give the model padding_mask or unpadded cu_seqlens_q.",
         )
     padding = f" If token {token} is padding, say {argument}." if is_constant and not is_bounded else ""
     if reading.is_whole:
@@ -76,23 +78,20 @@ def of_no_sample(
         if known > 1 or known == len(rest):
             following = names.of(samples.read(0, keys_of(rest[:known]), known, known).row)
             return Misfit(
-                "MRR206",
                 at,
-                f"it holds all {reading.known} tokens of {sample}, and {following} begins here: give the model "
+                f"MRR206: it holds all {reading.known} tokens of {sample}, and {following} begins here: give the model "
                 f"packed_seq_params, whose cu_seqlens say where sequences begin.{padding}",
             )
         return Misfit(
-            "MRR206",
             at,
-            f"it holds all {reading.known} tokens of {sample}, and from position {reading.known} on (token {token}) more "
-            "than one token that is no padding. If it is padding, say padding_token_ids=[...], or give padding_mask.",
+            f"MRR206: it holds all {reading.known} tokens of {sample}, and from position {reading.known} on (token {token}) "
+            "more than one token that is no padding. If it is padding, say padding_token_ids=[...], or give padding_mask.",
         )
     if reading.known <= _CHANCE and (inside := _inside(samples, tokens[reading.start :], reading.known)):
-        return Misfit("MRR206", reading.start, _cut_on_the_left(names, inside) + padding)
+        return Misfit(reading.start, _cut_on_the_left(names, inside) + padding)
     return Misfit(
-        "MRR206",
         at,
-        f"its first {reading.known} tokens are those of {sample}, which has token "
+        f"MRR206: its first {reading.known} tokens are those of {sample}, which has token "
         f"{int(samples.token_ids[reading.row + reading.known])} at position {reading.known}, but it has token {token} there. "
         f"Were the tokens of the rollout tokenized again, or changed?{padding}",
     )
@@ -107,28 +106,25 @@ def _of_no_beginning(
     if not is_bounded and (run == len(tokens) > 1 or (run > 1 and begins and may_pad_left)):
         where = "fills it" if run == len(tokens) else f"stands {run} times in front of it"
         return Misfit(
-            "MRR207",
             at,
-            f"token {token} {where}, and no sample of the trace begins so. If it is padding, say {argument}, or give the "
-            "model padding_mask or unpadded cu_seqlens_q.",
+            f"MRR207: token {token} {where}, and no sample of the trace begins so. If it is padding, say {argument}, or give "
+            "the model padding_mask or unpadded cu_seqlens_q.",
         )
     if begins:
         row = samples.read(0, keys_of(tokens[run : run + known]), known, known).row
         padding = "" if is_bounded or not may_pad_left else f" If it is padding, say {argument}."
         return Misfit(
-            "MRR206",
             at,
-            f"no sample of the trace begins with token {token}, but from the next one on it holds {names.of(row)}. Is it a "
-            "BOS token that the engine did not have? Then give the engine the same token ids, or leave it out in training: "
-            f"routes with and without it differ.{padding}",
+            f"MRR206: no sample of the trace begins with token {token}, but from the next one on it holds {names.of(row)}. "
+            "Is it a BOS token that the engine did not have? Then give the engine the same token ids, or leave it out in "
+            f"training: routes with and without it differ.{padding}",
         )
     if inside := _inside(samples, tokens, 0):
-        return Misfit("MRR206", at, _cut_on_the_left(names, inside))
+        return Misfit(at, _cut_on_the_left(names, inside))
     return Misfit(
-        "MRR206",
         at,
-        f"no sample of the trace begins with token {token}, nor with what follows it. Is this batch of another rollout, or "
-        "was it cut on the left? An evaluation runs inside `with session.paused():`."
+        f"MRR206: no sample of the trace begins with token {token}, nor with what follows it. Is this batch of another "
+        "rollout, or was it cut on the left? An evaluation runs inside `with session.paused():`."
         + ("" if is_bounded else f" If it is padding, say {argument}."),
     )
 
@@ -147,28 +143,27 @@ def _cut_on_the_left(names: Names, inside: tuple[int, int]) -> str:
     sample, position = inside
     name = names.of(names.samples.bounds[sample])
     return (
-        f"it begins with the tokens of {name} from position {position} on: it was cut on the left, and routes depend on all "
-        "tokens before. Train on whole samples, or on ones that are cut on the right."
+        f"MRR206: it begins with the tokens of {name} from position {position} on: it was cut on the left, and routes depend "
+        "on all tokens before. Train on whole samples, or on ones that are cut on the right."
     )
 
 
 def of_two_starts(names: Names, reading: Reading) -> Misfit:
     """Return that padding in front of a sequence may be tokens of it."""
     return Misfit(
-        "MRR206",
         reading.start + reading.known,
-        f"tokens before {names.of(reading.row)} may be padding or may belong to another sample of the trace, which also has "
-        "them. Give the model padding_mask, or unpadded cu_seqlens_q beside cu_seqlens_q_padded.",
+        f"MRR206: tokens before {names.of(reading.row)} may be padding or may belong to another sample of the trace, which "
+        "also has them. Give the model padding_mask, or unpadded cu_seqlens_q beside cu_seqlens_q_padded.",
     )
 
 
 def of_masked_tokens(names: Names, reading: Reading, number: int) -> Misfit:
     """Return that a mask covers the tokens that continue a sample."""
     return Misfit(
-        "MRR207",
         reading.known,
-        f"padding_mask, or unpadded cu_seqlens_q, end this sequence after {reading.known} tokens of {names.of(reading.row)}, "
-        f"and the next {number} tokens are the sample's own. Is it a loss mask? padding_mask is True where padding is.",
+        f"MRR207: padding_mask, or unpadded cu_seqlens_q, end this sequence after {reading.known} tokens of "
+        f"{names.of(reading.row)}, and the next {number} tokens are the sample's own. Is it a loss mask? padding_mask is "
+        "True where padding is.",
     )
 
 
