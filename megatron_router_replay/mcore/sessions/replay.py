@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -33,6 +33,8 @@ from megatron_router_replay.mcore.sessions.routers import RouterState, SessionRo
 from megatron_router_replay.mcore.sessions.session import Session, open_session
 from megatron_router_replay.trace import RoutingTrace
 
+WrongRoutes = Literal["raise", "warn"]
+
 
 class TraceRoutes(Strategy):
     """The routes of a trace, as the micro-batches of a session replay them: the strategy of `replay`.
@@ -41,7 +43,8 @@ class TraceRoutes(Strategy):
         routers: of the session.
         chunks: those that take micro-batches.
         trace: of the session.
-        balance, min_replayed, min_agreement, ask_every_layer, padding_token_ids, cp_partition_mode: see `replay`.
+        balance, min_replayed, min_agreement, wrong_routes: see `replay`.
+        ask_every_layer, padding_token_ids, cp_partition_mode: see `replay`.
 
     Raises:
         TraceError: the trace is of another model, or without some of its layers.
@@ -58,12 +61,14 @@ class TraceRoutes(Strategy):
         balance: Balance,
         min_replayed: float | None,
         min_agreement: float,
+        wrong_routes: WrongRoutes,
         ask_every_layer: bool,
         padding_token_ids: Sequence[int] | None,
         cp_partition_mode: Partition | None,
     ) -> None:
         self._trace, self._states = trace, routers.states
-        self._balance, self._min_replayed, self._min_agreement = balance, min_replayed, min_agreement
+        self._min_replayed = min_replayed
+        self._options = [balance, min_replayed, min_agreement, wrong_routes]
         # Sizes before layers: for a trace of another model, the error names the reason and not a missing layer.
         for state in routers.states.values():
             if state.chunk is not None:
@@ -224,7 +229,7 @@ class TraceRoutes(Strategy):
     def numbers(self) -> dict[str, Any]:
         """Return the options that all ranks must share, and the agreement."""
         return {
-            "options": [self._balance, self._min_replayed, self._min_agreement],
+            "options": self._options,
             "agreement": None if self.agreement is None else self.agreement.numbers(),
         }
 
@@ -240,6 +245,7 @@ def replay(
     verify: bool = False,
     min_replayed: float | None = None,
     min_agreement: float = 0.25,
+    wrong_routes: WrongRoutes = "raise",
     ask_every_layer: bool = False,
     group: dist.ProcessGroup | None = None,
     balance: Balance = "megatron",
@@ -270,10 +276,11 @@ def replay(
             group together; a smaller share raises on every rank when the session ends. None: at least one token must be
             replayed. 0: a session also ends in order if nothing ran, or if all tokens are padding; it still raises if no
             token had a route. 1: every row has a route, or the session raises.
-        min_agreement: how far the live router must agree with the replayed routes: 1 means the same experts, 0 no more of
-            them than by chance. One layer of each micro-batch takes its live top-k, without a host sync, and the group
-            judges layers and samples when the session ends. 0.5 is strict. 0 turns the check off, for routes that belong
-            to a different model on purpose.
+        min_agreement: how far the live router must agree with the replayed routes in each layer: 1 means the same experts, 0
+            no more of them than by chance. One layer of each micro-batch takes its live scores, without a host sync. When the
+            session ends, the group judges layers, and blocks of rows whose experts are far from the live choice. 0.5 is
+            strict. 0 turns all of it off, for routes that belong to a different model on purpose.
+        wrong_routes: "raise", or "warn" for a run that may not stop. Both leave the rows in `session.report.wrong_rows`.
         ask_every_layer: take the live top-k of all layers in every micro-batch.
         group: the ranks that are judged together when the session ends; all of them must have such a session. None: every
             rank of the job. The others do not wait for a rank that raised inside its block.
@@ -297,6 +304,8 @@ def replay(
 
     def make(group_check: GroupCheck) -> Session:
         _check_shares(shares)
+        if wrong_routes not in get_args(WrongRoutes):
+            raise TraceError(f"MRR101: wrong_routes={wrong_routes!r} must be 'raise' or 'warn'.")
         loaded = _loaded(trace, model_chunks)
         routers = SessionRouters(model_chunks, verify=verify, balance=balance)
         chunks = make_chunks(routers, "routes")
@@ -307,6 +316,7 @@ def replay(
             balance=balance,
             min_replayed=min_replayed,
             min_agreement=min_agreement,
+            wrong_routes=wrong_routes,
             ask_every_layer=ask_every_layer,
             padding_token_ids=padding_token_ids,
             cp_partition_mode=cp_partition_mode,
