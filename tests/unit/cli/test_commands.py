@@ -38,10 +38,6 @@ def test_help_fits_80_columns_and_loads_nothing_heavy():
     assert not imported & {"torch", "numpy", "megatron", "safetensors", "transformers", "ray", "matplotlib"}
 
 
-def test_convert_is_gone_and_its_successor_is_named():
-    assert "mrr.save_trace(trace, path)" in call("convert", "a.json", "b", "--engine", "vllm", code=2).stderr
-
-
 def test_it_runs_as_a_module_and_in_a_pipe_without_colours_or_bars(folder):
     command = [sys.executable, "-m", "megatron_router_replay.cli", "diff", "good.safetensors", "shifted.safetensors"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
@@ -74,7 +70,7 @@ def test_inspect_a_file_and_a_folder_of_steps(folder):
 
 
 def test_diff_exit_codes_json_and_page(folder):
-    assert "the traces are the same" in call("diff", "good.safetensors", "reordered.safetensors").output
+    assert "The traces are the same." in call("diff", "good.safetensors", "reordered.safetensors").output
     mrr.save_trace(mrr.load_trace("good.safetensors", rows=slice(0, 500)), "shorter.safetensors")
     assert "what both cover is the same" in call("diff", "good.safetensors", "shorter.safetensors", code=1).output
     call("diff", "good.safetensors", "shorter.safetensors", "--common")
