@@ -80,6 +80,17 @@ class TrainerReplay:
             last_token: "routed": a forward ran the last token too, as a recording has it; an engine does not run it.
 
         Raises:
+            As `enter_trace`.
+        """
+        self.enter_trace(lambda: make_trace(chunks, *samples(), last_token))
+
+    def enter_trace(self, make: Callable[[], RoutingTrace]) -> None:
+        """Take the trace that all passes replay from now on; see `enter`.
+
+        Args:
+            make: returns the trace. Called here, so that all ranks get its errors.
+
+        Raises:
             ReplayStateError: samples came in before, and no pass replayed them.
             LayoutError, PayloadError, SeamError, TraceError: the routes do not fit the tokens or the model; a PayloadError on
                 ranks where they do. An audit logs these errors, unless MRR_AUDIT=raise.
@@ -92,8 +103,7 @@ class TrainerReplay:
                     f"MRR809: {self._num_unused} samples came in with routes, and no pass replayed them before the next "
                     f"ones: the switch of this {self.trainer} is not the known one, or it runs a schedule of its own."
                 )
-            tokens, routes = samples()
-            trace = make_trace(chunks, tokens, routes, last_token)
+            trace = make()
             if self.audits:
                 from megatron_router_replay.trainers.audit import comparable
 
@@ -108,6 +118,15 @@ class TrainerReplay:
             raise error
         else:
             _LOG.warning("audit of %s's replay: the samples cannot be compared: %s", self.trainer, error)
+
+    @contextmanager
+    def in_session(self, chunks: Any) -> Iterator[None]:
+        """Run all schedules inside the block as one pass that replays, in one session."""
+        from megatron_router_replay.mcore.model.find import as_chunks
+
+        chunks, self._num_unused = as_chunks(chunks), 0
+        with self._audit(chunks, forward_only=True) if self.audits else self._replay(chunks):
+            yield
 
     @contextmanager
     def in_pass(self, kind: Literal["replay", "record"]) -> Iterator[None]:
