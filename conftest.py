@@ -7,7 +7,7 @@ from sybil.sybil import SybilCollection
 
 from tests import snippets
 
-TUTORIALS = ["docs/first_hour.md"]
+TUTORIALS = ["docs/first_hour.md", "docs/own_loop.md"]
 BLOCKS = [CodeBlockParser("python", snippets.run_python), CodeBlockParser("bash", snippets.run_commands)]
 PRINTED = [*BLOCKS, CodeBlockParser("text", snippets.check_printed)]
 

@@ -19,16 +19,9 @@ import urllib.request
 from typing import Any
 
 PORT = 18123
-PROMPTS = [
-    "Hello MoE router replay!",
-    "The quick brown fox jumps over the lazy dog.",
-    "abc",
-    "Which experts did this token use?",
-    "a b c d e f g h i j k l m n o p",
-    "Replay is exact or it raises.",
-    " 1 2 3 4 5 6 7 8 9 10 11 12",
-    "Pack my box with five dozen liquor jugs.",
-]
+PROMPTS = ["Which experts did this token use?", "Replay is exact or it raises."]
+STOP_TOKEN_IDS = list(range(3, 259, 20))
+"""About one token in twenty ends an answer: the tiny model has not learned its end token, and answers differ in length."""
 
 
 def main(checkpoint: str, out: str) -> None:
@@ -43,10 +36,11 @@ def main(checkpoint: str, out: str) -> None:
         request = {
             "model": "tiny",
             "prompt": PROMPTS,
+            "n": 4,
             "max_tokens": 40,
             "temperature": 1.0,
             "seed": 7,
-            "ignore_eos": True,
+            "stop_token_ids": STOP_TOKEN_IDS,
             "return_token_ids": True,
             "logprobs": 0,
         }

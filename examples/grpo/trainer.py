@@ -19,9 +19,9 @@ from examples.grpo.batch import Microbatch, RolloutBatch
 from examples.grpo.loss import clipped_loss
 from examples.grpo.settings import Settings
 from megatron_router_replay.testing import load_qwen3_moe
+from megatron_router_replay.testing.packed_attention import PackedAttention
 from megatron_router_replay.transport import ParallelLayout as RoutesLayout
 from megatron_router_replay.transport import Place
-from tests.support.small_attention import SmallAttention
 
 LossFunc = Callable[[Microbatch, Tensor], tuple[Tensor, Tensor, Tensor]]
 
@@ -59,7 +59,7 @@ class Trainer:
             load_qwen3_moe,
             checkpoint,
             layout,
-            core_attention=SmallAttention,  # Megatron's own on a CPU takes neither packed sequences nor context parallelism
+            core_attention=PackedAttention,  # Megatron's own on a CPU takes neither packed sequences nor context parallelism
             calculate_per_token_loss=True,
             **_RECOMPUTE[settings.recompute],
         )

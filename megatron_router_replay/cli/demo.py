@@ -40,7 +40,7 @@ def _text(result: DemoResult) -> str:
         head=("", "without replay", "with replay"),
         words=(0,),
         rows=[
-            ("rollout: prompts / tokens generated", "", f"{result.prompts} / {result.tokens_generated}"),
+            ("rollout: samples / tokens generated", "", f"{result.samples} / {result.tokens_generated}"),
             ("router decisions compared with the engine's", *[f"{result.decisions:,}"] * 2),
             ("  of which differ", f"{result.differ_without_replay:,}", f"{result.differ_with_replay:,}"),
             ("router recomputes identical to their forward", "", recomputes),

@@ -29,7 +29,7 @@ class DemoResult:
     """Results of the demo; `--json` prints these fields.
 
     Args:
-        prompts, tokens_generated: of the engine's response.
+        samples, tokens_generated: of the engine's response.
         decisions: (token, layer) pairs with a route of the engine's.
         differ_without_replay, differ_with_replay: those for which the trainer used another set of experts.
         recomputes_checked, recomputes_identical: router recomputes, and those that used their forward's experts.
@@ -38,7 +38,7 @@ class DemoResult:
         rows_replayed, rows_live, rows_padding: token positions of the step, as its first stage saw them.
     """
 
-    prompts: int
+    samples: int
     tokens_generated: int
     decisions: int
     differ_without_replay: int
@@ -74,7 +74,7 @@ def run_demo(on_stage: Callable[[str], None] = lambda stage: None) -> DemoResult
     engine_logprobs = logprobs_by_row(response)
     mismatch = [logprob_mismatch(ranks[-1].logprobs, engine_logprobs) for ranks in (live, replayed)]
     return DemoResult(
-        prompts=len(response["choices"]),
+        samples=len(response["choices"]),
         tokens_generated=sum(len(choice["token_ids"]) for choice in response["choices"]),
         decisions=int(trace.replay_mask.sum()) * trace.num_layers,
         differ_without_replay=count_different(live, trace),
@@ -92,7 +92,10 @@ def run_demo(on_stage: Callable[[str], None] = lambda stage: None) -> DemoResult
 
 
 def load_response() -> dict[str, Any]:
-    """Return the reply of vLLM 0.30.0 to 8 prompts, with the demo's checkpoint. `examples/capture_vllm.py` made it."""
+    """Return a reply of vLLM 0.30.0: 2 prompts with 4 answers each.
+
+    `examples/capture_vllm.py` made it with the demo's checkpoint.
+    """
     file = files("megatron_router_replay.demo") / "data" / "vllm_0.30.0_bf16_response.json"
     response: dict[str, Any] = json.loads(file.read_text())["response"]
     return response

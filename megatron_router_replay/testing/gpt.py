@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 
-from megatron_router_replay.errors import RouterReplayError
 from megatron_router_replay.testing.layout import ParallelSizes
 
 
@@ -79,8 +78,6 @@ def build_gpt(
         get_gpt_mtp_block_spec,
     )
 
-    if isinstance(core_attention, str):
-        raise RouterReplayError(f"MRR904: core_attention is a class since 0.3, got {core_attention!r}.")
     options: dict[str, Any] = {"use_transformer_engine": False, "normalization": config.normalization}
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     chunks = []

@@ -41,7 +41,7 @@ def init(args: Any, **options: Any) -> None:
         return
     replayer.install_by_flags("miles", args, replays, options)
     hook(FILL, _fill)
-    hook(STEP, replayer.add_metrics)
+    hook(STEP, replayer.run_training_step)
     hook(STAGE)
     hook(REGISTER, _register)
     hook(TOPK, _choose_topk)

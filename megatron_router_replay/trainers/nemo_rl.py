@@ -104,7 +104,7 @@ def _run_pass(original: Any, model: Any, *args: Any, use_router_replay: bool = F
         from megatron.core import parallel_state
 
         # NeMo-RL adds up the micro-batches of all data-parallel ranks.
-        replay.report(results, parts=len(results) * parallel_state.get_data_parallel_world_size())
+        replay.add_metrics(results, parts=len(results) * parallel_state.get_data_parallel_world_size())
     return results
 
 

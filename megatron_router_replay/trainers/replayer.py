@@ -149,7 +149,7 @@ class TrainerReplay:
             forward_only = bool(kwargs.get("forward_only"))
             around = self._audit(chunks, forward_only=forward_only) if self.audits else self._replay(chunks)
         else:
-            around = nullcontext() if self.audits else checked_not_driven(chunks, self.trainer)
+            around = nullcontext() if self.audits else refuse_driven_routers(chunks, self.trainer)
         with around:
             return schedule(*args, **kwargs)
 
@@ -182,7 +182,7 @@ class TrainerReplay:
             raise ReplayStateError(f"MRR811: {message}.")
         _LOG.log(logging.WARNING if is_wrong else logging.INFO, "%s", message)
 
-    def report(self, results: Sequence[Any], *, parts: int = 1) -> None:
+    def add_metrics(self, results: Sequence[Any], *, parts: int = 1) -> None:
         """Add the newest pass's metrics to a trainer's own dicts of metrics.
 
         Args:
@@ -235,7 +235,7 @@ def error_of_all(error: Exception | None) -> Exception | None:
 
 
 @contextmanager
-def checked_not_driven(chunks: Sequence[nn.Module], trainer: str) -> Iterator[None]:
+def refuse_driven_routers(chunks: Sequence[nn.Module], trainer: str) -> Iterator[None]:
     """Raise in a forward of a chunk one of whose routers is driven by a RouterReplay."""
 
     def check(chunk: nn.Module, args: Any) -> None:
@@ -317,15 +317,15 @@ def _run_schedules(get_schedule: Any, *args: Any, **kwargs: Any) -> Any:
     return run
 
 
-def add_metrics(train_one_step: Any, *args: Any, **kwargs: Any) -> Any:
+def run_training_step(train_one_step: Any, *args: Any, **kwargs: Any) -> Any:
     """Run slime's or miles' `train_one_step`, which returns its metrics first."""
     result = train_one_step(*args, **kwargs)
     if result[0]:  # empty on pipeline stages that log nothing
-        active().report(result[:1])
+        active().add_metrics(result[:1])
     return result
 
 
-def lay_out(original: Any, input_ids: Any, *args: Any, pre_process: bool = True, **kwargs: Any) -> Any:
+def give_every_stage_tokens(original: Any, input_ids: Any, *args: Any, pre_process: bool = True, **kwargs: Any) -> Any:
     """Give the tokens of a micro-batch of SkyRL or verl to every pipeline stage of a marked pass.
 
     Their code lays tokens out only on the first stage (`pre_process`); here later stages find their rows by them.

@@ -56,7 +56,7 @@ def install(**options: Any) -> None:
     hook(FORWARD, partial(_run_pass, trains=False))
     hook(TRAINING, partial(_run_pass, trains=True))
     for seam in LAYOUTS:
-        hook(seam, replayer.lay_out)
+        hook(seam, replayer.give_every_stage_tokens)
 
 
 # ---- the driver
@@ -98,7 +98,7 @@ def _run_pass(original: Any, self: Any, micro_batches: Any, *args: Any, trains: 
     with replay.in_pass("replay"):
         results = original(self, batches, *args, **kwargs)
     if isinstance(results, list):
-        replay.report(results)  # SkyRL takes the mean
+        replay.add_metrics(results)  # SkyRL takes the mean
     return results
 
 

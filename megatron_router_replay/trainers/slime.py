@@ -43,7 +43,7 @@ def init(args: Any, **options: Any) -> None:
     if not replay.audits:
         os.environ["ENABLE_ROUTING_REPLAY"] = "0"
     hook(FILL, _fill)
-    hook(STEP, replayer.add_metrics)
+    hook(STEP, replayer.run_training_step)
     hook(STAGE)
     hook(REGISTER)
 

@@ -121,7 +121,7 @@ def _construct(original: Any, self: Any, model_config: Any, engine_config: Any, 
     hook(PASS, _run_pass)
     for seam in LAYOUTS:
         importlib.import_module(seam.module)
-        hook(seam, replayer.lay_out)
+        hook(seam, replayer.give_every_stage_tokens)
     replay = replayer.install("verl", None, options)
     packs_inside = hasattr(model_config.hf_config, "vision_config")
     for name, is_set, why in (

@@ -75,13 +75,13 @@ def test_its_demo_replays_a_real_engines_routes_exactly(folder, tmp_path):
     result = json.loads(done.stdout)
     assert set(PROMISED) <= result.keys()
     assert all(isinstance(value, int | float) for value in result.values())
-    # 8 samples of 231 prompt and 320 generated tokens in all; the last of each has no route; 3 MoE layers.
-    assert (result["prompts"], result["tokens_generated"]) == (8, 320)
-    assert result["decisions"] == (231 + 320 - 8) * 3
+    # 2 prompts of 33 and 29 tokens, 4 answers each: 248 and 177 tokens in all. The last of each has no route; 3 MoE layers.
+    assert (result["samples"], result["tokens_generated"]) == (8, 177)
+    assert result["decisions"] == (248 + 177 - 8) * 3
     assert result["differ_without_replay"] > 0
     assert result["differ_with_replay"] == 0
     assert result["recomputes_identical"] == result["recomputes_checked"] == 3 * 4  # layers x micro-batches
-    assert (result["rows_replayed"], result["rows_live"], result["rows_padding"]) == (543, 8, 4 * 2 * 84 - 551)
+    assert (result["rows_replayed"], result["rows_live"], result["rows_padding"]) == (417, 8, 4 * 2 * 73 - 425)
     assert result["logprob_gap_with"] < result["logprob_gap_without"]
     assert result["kl_with"] < result["kl_without"]
     assert "mrr.explain(model_chunks)" in done.stderr, "the next step"

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_router_replay.testing.packed_attention import row_positions
 from tests.support.schedule import Microbatch
-from tests.support.small_attention import row_positions
 
 
 def split_microbatch(microbatch: Mapping[str, Any], *, cp_rank: int, cp_size: int) -> Microbatch:

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_router_replay.testing import ParallelSizes
 from megatron_router_replay.testing.global_parameters import load_global_parameters
 from megatron_router_replay.testing.gpt import build_gpt, gpt_config
-from tests.support.small_attention import SmallAttention
+from megatron_router_replay.testing.packed_attention import PackedAttention
 
 SIZES: dict[str, Any] = {
     "num_layers": 4,
@@ -41,9 +41,9 @@ def build_tiny_gpt(
 
     Args:
         config: from `tiny_gpt_config` for the same layout, which is initialised.
-        small_attention: `SmallAttention`, which packed sequences need; context parallelism has it always.
+        small_attention: `PackedAttention`, which packed sequences need; context parallelism has it always.
     """
-    attention = SmallAttention if small_attention or layout.cp_size > 1 else None
+    attention = PackedAttention if small_attention or layout.cp_size > 1 else None
     chunks = build_gpt(config, layout, vocab_size=vocab_size, core_attention=attention)
     load_global_parameters(chunks, partial(random_parameter, seed=seed))
     return chunks

@@ -30,7 +30,7 @@ def trace():
 def test_decoding_says_how_many_rows_have_a_route(caplog):
     caplog.set_level(logging.INFO, "megatron_router_replay")
     mrr.engines.vllm.decode(json.loads(RESPONSE.read_text())["response"]["choices"][0], model=str(DEMO))
-    assert messages(caplog) == ["vLLM: decoded 1 samples: 64 tokens, 63 with a route, 3 MoE layers"]
+    assert messages(caplog) == ["vLLM: decoded 1 samples: 48 tokens, 47 with a route, 3 MoE layers"]
 
 
 def test_a_session_says_when_it_begins_and_what_it_did(trace, caplog):

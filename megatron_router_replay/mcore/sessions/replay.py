@@ -101,9 +101,9 @@ class TraceRoutes(Strategy):
                 topk=int(replayed[0].topk),
                 num_experts=int(replayed[0].num_experts),
                 num_layers=len(replayed),
-                least=min_agreement,
                 every_layer=ask_every_layer,
                 rank=routers.rank,
+                trace=trace,
             )
 
     # ---- rows into the trace
@@ -179,6 +179,7 @@ class TraceRoutes(Strategy):
             routes=LayerRoutes(take_rows(trace.topk_indices, gathered_rows, chunk.device)),
             live_positions=live_positions,
             live_mask=device_mask,
+            rows=router_rows,
             replay_mask=None if replay_mask is None else to_device(replay_mask, chunk.device),
             token_ids=None if expected is None else to_device(expected, chunk.device),
             batch_rows=None if expected is None else to_device(rows, chunk.device),
@@ -251,7 +252,15 @@ class TraceRoutes(Strategy):
                 assert self.agreement is not None, "a layer is checked"
                 assert state.chunk is not None, "it takes micro-batches"
                 number = state.found.layer_number
-                self.agreement.add(microbatch, state.chunk, number, own, used, microbatch.replay_mask)
+                self.agreement.add(
+                    microbatch,
+                    state.chunk,
+                    number,
+                    scores=request.scores,
+                    live=own,
+                    replayed=used,
+                    counts=microbatch.replay_mask,
+                )
             if live_mask is not None:
                 return torch.where(live_mask.unsqueeze(1), own, used)
         if microbatch.live_positions is not None:

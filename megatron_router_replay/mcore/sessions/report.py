@@ -243,16 +243,12 @@ def _agreement_of(parts: Sequence[tuple[LiveAgreement, bool]]) -> LiveAgreement 
     if not parts:
         return None
     layers = add_up(item for each, _ in parts for item in each.layers.items())
-    lowest = [(each.least_sample, each.least_place) for each, _ in parts if each.least_sample is not None]
-    least_sample, least_place = min(lowest, default=(None, ""))
     return LiveAgreement(
         layers=dict(sorted(layers.items())),
         # Ranks of a stage have the same layers, and each stage different ones; a layer may not have been compared yet.
         num_layers=max(len(layers), *(each.num_layers for each, _ in parts)),
-        least_sample=least_sample,
-        least_place=least_place,
-        samples=sum(each.samples for each, counts in parts if counts),
-        samples_not_judged=sum(each.samples_not_judged for each, counts in parts if counts),
+        block=max(each.block for each, _ in parts),
+        rows_apart=sum(each.rows_apart for each, _ in parts),
     )
 
 

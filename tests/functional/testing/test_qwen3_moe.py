@@ -3,9 +3,9 @@ import torch
 
 from megatron_router_replay.errors import RouterReplayError
 from megatron_router_replay.testing import ParallelSizes, load_qwen3_moe
+from megatron_router_replay.testing.packed_attention import PackedAttention
 from megatron_router_replay.testing.qwen3_moe import qwen3_moe_config
 from tests.support.schedule import run_schedule
-from tests.support.small_attention import SmallAttention
 
 
 def tokens():
@@ -43,7 +43,7 @@ def checkpoint_and_logits(request, checkpoints_dir):
     ("layout", "core_attention"),
     [
         (ParallelSizes(), None),
-        (ParallelSizes(), SmallAttention),
+        (ParallelSizes(), PackedAttention),
         (ParallelSizes(tp_size=2, ep_size=2), None),
         (ParallelSizes(tp_size=2, pp_size=2, ep_size=2, vp_size=2), None),
     ],

@@ -32,13 +32,13 @@ from verl.workers.config import McoreEngineConfig
 
 import megatron_router_replay as mrr
 from megatron_router_replay.testing import ParallelSizes
+from megatron_router_replay.testing.packed_attention import row_positions
 from megatron_router_replay.trainers import replayer, token_layers
 from megatron_router_replay.trainers import verl as plugin
 from tests.functional.mcore.cases import as_map, left_over, moe_routers, watched
 from tests.functional.verl.batches import LENGTHS, Sizes, as_verl, make_batch
 from tests.functional.verl.engines import OurEngine, StockEngine, build, engine_config, loss_function, model_config
 from tests.support.gradients import gradients
-from tests.support.small_attention import row_positions
 from tests.trainers.oracle import ATTACKS, own_routes
 from tests.trainers.stand_ins import trainer_imports
 

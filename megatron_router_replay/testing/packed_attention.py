@@ -1,7 +1,7 @@
-"""A small core attention for GPTModel on a CPU that supports context parallelism and packed sequences.
+"""A core attention for GPTModel on a CPU that takes packed sequences and context parallelism.
 
-Megatron-Core's local DotProductAttention refuses both; the classes that support them need Transformer Engine. This
-one is short and exact rather than fast: it gathers all keys and values and masks by true position.
+Megatron-Core's local DotProductAttention refuses both, and the classes that take them need Transformer Engine. This one is
+exact and short, not fast: it gathers all keys and values and masks them by sequence and position.
 """
 
 import math
@@ -13,17 +13,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class SmallAttention(torch.nn.Module):
-    """Causal dot-product attention, built and called by Megatron's SelfAttention like any core attention.
+class PackedAttention(torch.nn.Module):
+    """Attend causally within each sequence.
 
-    Under context parallelism each packed sequence is split zigzag, as Megatron and Transformer Engine do; see
-    `row_positions`. Grouped-query attention is supported; masks are ignored (padding follows all tokens), and
-    there are no biases, dropout or windows.
+    `load_qwen3_moe` and other builders of models take the class as `core_attention`. Megatron's SelfAttention builds and
+    calls it as any core attention. Under context parallelism each packed sequence is split zigzag, as Megatron and
+    Transformer Engine do; see `row_positions`. Grouped-query attention is supported. Masks are ignored, so padding must
+    follow the tokens. There are no biases, dropout or windows.
     """
 
     def __init__(self, config: Any, *args: Any, pg_collection: Any, softmax_scale: Any = None, **kwargs: Any) -> None:
         super().__init__()
-        assert not config.attention_dropout, "SmallAttention has no dropout"
+        assert not config.attention_dropout, "PackedAttention has no dropout"
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.cp_group = pg_collection.cp
 
