@@ -239,7 +239,9 @@ class _Collection:
         """Return the parts of a row's routes: the first generation of a token wins, as in `RoutingSegments`."""
         tickets, turns = self._tickets[row.rollout], self._rollouts[row.rollout].trajectory
         end = 0
-        for turn, ticket in list(enumerate(tickets))[row.turn :] if row.turn < 0 else [(row.turn, tickets[row.turn])]:
+        for turn, ticket in enumerate(tickets):
+            if row.turn not in (-1, turn):
+                continue
             if ticket is not None and len(turns[turn]) - 1 > end:
                 yield Piece(ticket, end, len(turns[turn]) - 1)
                 end = len(turns[turn]) - 1

@@ -195,6 +195,7 @@ def generate(modules: SimpleNamespace, chunks: list[Any], requests: list[list[Tu
             first.add_event_add_engine()
             if turn.evicted:
                 record.checkpoint()
+                record.requests[-1].kv_cache_epoch = [(0, EPOCH)]
                 record.requests[-1].status = requests_of.Status.COMPLETED
             elif columns:
                 first.routing_indices = turn.routes[:, columns].numpy().astype(np.int16)
@@ -207,9 +208,7 @@ def generate(modules: SimpleNamespace, chunks: list[Any], requests: list[list[Tu
             assert each["routing_indices"] is None, "an HTTP reply carries no routes"
     with mock.patch.object(dist, "all_gather_object", gather := mock.Mock(wraps=dist.all_gather_object)):
         ledger = interface.merge_global_request_ledgers()
-    assert all(len(pickle.dumps(each)) < 400 for each in gather.call_args.args[1][0].values()), (
-        "a ticket, and no routes"
-    )
+    assert all(len(pickle.dumps(each)) < 400 for each in gather.call_args.args[1].values()), "a ticket, and no routes"
 
     def mask(turn: Turn) -> list[bool]:
         return [i >= turn.prompt for i in range(len(turn.ids))]
@@ -268,6 +267,7 @@ def step(
             stack.enter_context(mock.patch.object(modules.rl, "compute_logprobs_batch", marking))
             if not flags["replays"]:
                 stack.enter_context(mock.patch.object(megatron_rl, "_is_on", return_value=False))
+                megatron_rl.replayer.uninstall()
             reference = {name: value.clone() for name, value in chunks[0].state_dict().items() if value is not None}
             iterator, *_ = modules.rl.prepare_data_for_update(
                 model=chunks,
@@ -296,10 +296,23 @@ def step(
         return seen.counts(), megatron_rl._store.bytes_received, metrics
 
 
-def build(layout: ParallelSizes, *, dense: int = 1, pattern: str = "", **options: Any) -> list[Any]:
-    """Return this rank's chunk, whose first layers are dense; with a pattern, a HybridModel."""
+class HalfPrecision(torch.nn.Module):
+    """Takes the option of Megatron-LM's wrapper for half precision, in which RL always runs, and computes as it is."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module, self.config = module, module.config
+
+    def forward(self, *args: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def build(layout: ParallelSizes, *, dense: int = 1, **options: Any) -> list[Any]:
+    """Return this rank's chunk, whose first layers are dense."""
     frequency = [int(i >= dense) for i in range(oracle.LAYERS)]
-    return small_model.build(layout, moe_enable_routing_replay=True, moe_layer_freq=frequency, **options)
+    (chunk,) = small_model.build(layout, moe_enable_routing_replay=True, moe_layer_freq=frequency, **options)
+    chunk.module = HalfPrecision(chunk.module)
+    return [chunk]
 
 
 def prepare_globals() -> None:
