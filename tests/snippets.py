@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # every test's process loads this module
 
 PRINTED = {
     "monitoring.md": ["0.98"],
-    "debugging.md": ["the traces differ"],
+    "debugging.md": ["The traces differ"],
 }
 """What the python blocks of a page print, among other things."""
 

@@ -317,7 +317,7 @@ def _log_probs(original: Any, *args: Any, **kwargs: Any) -> Any:
     given, replay = _arguments(original, args, kwargs), replayer.active()
     # Megatron-RL sets the token of padding while it prepares rows.
     replay.options = {"padding_token_ids": [collection.tokenizer.pad], **replay.options}
-    replay.enter_trace(lambda: collection.trace(given["packing_context"]))
+    replay.enter_trace(lambda: collection.trace(given["packing_context"]), are_trained=True)
     _LOG.info("%d bytes of routes came from other ranks", _store.bytes_received)
     with replay.in_session(given["model"]):  # of all micro-batches: one of padding alone has no routes
         return original(*args, **kwargs)

@@ -16,6 +16,7 @@ Source: E. S. Page, Continuous Inspection Schemes, Biometrika 41, 1954.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -181,6 +182,16 @@ def find_blocks(ratios: Array, kinds: Array) -> list[Block]:
 
 
 def _evidence(ratios: Array, kinds: Array) -> float:
-    """Return the evidence of a block: of each kind of rows at most that of a row."""
-    of_kind = np.bincount(np.unique(kinds, return_inverse=True)[1], ratios)
-    return float(min(ratios.sum(), of_kind.clip(-ROW_EVIDENCE, ROW_EVIDENCE).sum()))
+    return evidence_of(np.bincount(np.unique(kinds, return_inverse=True)[1], ratios).tolist())
+
+
+def sums_of_kinds(ratios: Array, kinds: Array) -> dict[str, float]:
+    """Return the sum of each kind of rows of a block; names are texts, as JSON has them."""
+    names, number = np.unique(kinds, return_inverse=True)
+    return dict(zip(map(str, names.tolist()), np.bincount(number, ratios).round(2).tolist()))
+
+
+def evidence_of(sums: Iterable[float]) -> float:
+    """Return the evidence of a block by the sums of its kinds: each adds no more than a row may."""
+    values = list(sums)
+    return min(sum(values), sum(min(ROW_EVIDENCE, max(-ROW_EVIDENCE, value)) for value in values))

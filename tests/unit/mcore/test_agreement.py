@@ -10,7 +10,7 @@ import torch
 
 import megatron_router_replay as mrr
 from megatron_router_replay import checks
-from megatron_router_replay.mcore.sessions import agreement
+from megatron_router_replay.mcore.sessions import verdict
 from megatron_router_replay.mcore.sessions.agreement import Agreement
 from megatron_router_replay.mcore.sessions.blocks import EVIDENCE
 from tests.unit.mcore.tiny_chunk import ROWS, Chunk, forward, random_trace, tokens
@@ -44,8 +44,8 @@ def routes(rows, seed=0, *, experts=32, topk=4, noise=0.1):
 def found(*ranks, least=0.25):
     """Return the problem that the ranks of a session raise, or "", and whether they warn."""
     told = json.loads(json.dumps([each.numbers() for each in ranks]))  # as ranks publish them
-    problems, warned = agreement.judge(told, least)
-    return "".join(problems), bool(warned)
+    judged = verdict.judge(told, least)
+    return "".join(judged.problems), bool(judged.warnings)
 
 
 # ---- sums
@@ -203,7 +203,7 @@ def test_a_sample_whose_parts_are_too_small_on_each_rank_raises_by_all_of_them()
     assert max(alone) < EVIDENCE
     assert "micro-batch 1, sequence 5" in found(*ranks)[0]
     parts = [part for each in ranks for part in each.numbers()["parts"]]
-    assert {key for key, *_ in parts} == {"0 0.1.5 [2]"}, "right samples have no part to add"
+    assert {part.name for part in parts} == {"0 0.1.5 [2]"}, "right samples have no part to add"
 
 
 @pytest.mark.parametrize("wrong", [False, True])
@@ -227,7 +227,7 @@ def test_ranks_with_the_same_rows_count_once_and_one_that_is_wrong_alone_raises(
             add(each, scores, replayed, layer=layer, sequences=2)
     problem, warned = found(*ranks)
     assert (bool(problem), warned) == {"warns": (True, False), "raises": (True, False)}[result]
-    layers = agreement.add_up((number, sums) for each in ranks[:1] for number, sums in each.report().layers.items())
+    layers = verdict.add_up((number, sums) for each in ranks[:1] for number, sums in each.report().layers.items())
     assert layers[2].rows == 200
 
 
