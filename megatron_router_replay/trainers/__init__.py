@@ -11,14 +11,4 @@
 Importing a trainer's module does not import the trainer.
 """
 
-from megatron_router_replay.lazy import lazy_names
-
-_BY_TOKENS = "a recording is replayed by its tokens, as any trace: mrr.replay(model_chunks, recording.gather(...))"
-
 __all__: list[str] = []
-
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {},
-    withdrawn=dict.fromkeys(("number_batch", "pack_rows", "recorded_routes"), _BY_TOKENS),
-)
