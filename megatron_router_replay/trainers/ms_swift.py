@@ -119,7 +119,9 @@ def _replace_data(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     iterator = original(self, *args, **kwargs)
     if getattr(self.args, "router_replay_mode", "") != "R3" or not self.unwrapped_models[0].training:
         return iterator
-    replay, batches = replayer.active(), [dict(each) for each in iterator]
+    replay, batches = replayer.active(), []
+    while (batch := next(iterator, None)) is not None:  # no `for`: Megatron-Core's RerunDataIterator is not iterable
+        batches.append(dict(batch))
     _enter(replay, self.wrapped_models, list(_audited) or batches)
     _audited.clear()
     if not replay.audits:

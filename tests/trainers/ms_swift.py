@@ -19,8 +19,14 @@ from tests.trainers.stand_ins import trainer_imports
 
 SOURCE = Source(name="ms_swift", packages=("swift",))
 SERVICES = ("ray", "transformers", "peft", "datasets", "accelerate", "mcore_bridge")
-ZOO = ("swift.model.models", "swift.template.templates", "swift.dataset")
-"""ms-swift's parts that run before a rollout: one module an architecture, and its data sets."""
+ZOO = (
+    "swift.model.models",
+    "swift.template.templates",
+    "swift.dataset",
+    "swift.sequence_parallel",
+    "swift.rlhf_trainers.grpo_trainer",
+)
+"""ms-swift's modules of each architecture, of data sets and of its other backend: they need packages, and no case runs them."""
 
 
 class Config(SimpleNamespace):
@@ -60,6 +66,8 @@ def micro_batches(seed: int, args: Config) -> list[dict[str, Any]]:
         padding_side="right",
         mode="train",
         use_megatron=True,
+        packing=False,
+        remove_unused_columns=True,
         sequence_parallel_size=args.context_parallel_size,
         task_type="causal_lm",
         tokenizer=SimpleNamespace(pad_token_id=unused_token()),
