@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from megatron_router_replay.mcore.sessions.explain import explain
     from megatron_router_replay.store import load_trace, save_trace
     from megatron_router_replay.trace import RoutingTrace, concat_traces, merge_traces
+    from megatron_router_replay.trainers.audit import audit
 
 __version__ = "0.3.0.dev0"
 
@@ -32,6 +33,7 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())
 __all__ = [
     "RouterReplayError",
     "RoutingTrace",
+    "audit",
     "capture",
     "close_sessions",
     "concat_traces",
@@ -56,6 +58,7 @@ __all__ = [
 
 _MODULES = {
     "RoutingTrace": "trace",
+    "audit": "trainers.audit",
     "close_sessions": "mcore",
     "concat_traces": "trace",
     "diff_traces": "diagnostics",

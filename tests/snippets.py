@@ -11,6 +11,7 @@ import shlex
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,7 +21,7 @@ if TYPE_CHECKING:  # every test's process loads this module
 
 PRINTED = {
     "monitoring.md": ["0.98"],
-    "debugging.md": ["the traces differ"],
+    "debugging.md": ["The traces differ"],
 }
 """What the python blocks of a page print, among other things."""
 
@@ -131,6 +132,7 @@ def given_names(folder: Path) -> dict[str, Any]:
         "model_chunks": model_chunks,
         "response": response,
         "checkpoint": checkpoint,
+        "tokenizer": SimpleNamespace(pad_token_id=ranks.PADDING_TOKEN),
         "loss_func": loss_func,
         "microbatches": make_microbatches(trace, prompt_lengths(response)),
         "trace": trace,

@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron_router_replay.cli.output import Json, emit, progress, reporting_errors, say
+from megatron_router_replay.cli.output import Json, columns, emit, progress, reporting_errors, say
 
+_LONGEST_NAME = 24
 StepOf = typer.Option(help="The step, if it is a folder of several.", metavar="N")
 RunOf = typer.Option(help="The run, if several saved that step.", metavar="RUN")
 
@@ -19,6 +20,8 @@ def diff(
     html: Annotated[
         Path | None, typer.Option(help="Also write a page: a map of layers by positions, and the text.", metavar="FILE")
     ] = None,
+    name_a: Annotated[str | None, typer.Option(help="The name of A in texts; else its file's.", metavar="NAME")] = None,
+    name_b: Annotated[str | None, typer.Option(help="The name of B.", metavar="NAME")] = None,
     step_a: Annotated[int | None, StepOf] = None,
     step_b: Annotated[int | None, StepOf] = None,
     run_a: Annotated[str | None, RunOf] = None,
@@ -28,7 +31,7 @@ def diff(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Compare two traces: where they route tokens to different experts, and where those routes lie in A.
+    """Compare two traces: where they route tokens to different experts, and the causes that fit.
 
     Samples are matched by their tokens where both traces have them, else rows by their global numbers, and layers by
     their numbers, so the traces may come from different parallel layouts.
@@ -39,12 +42,13 @@ def diff(
         from megatron_router_replay.diagnostics import diff_traces
         from megatron_router_replay.diagnostics.trace_diff import diff_text
 
-        name_a, name_b = a.absolute().stem, b.absolute().stem
-        if name_a == name_b:
-            name_a, name_b = "a", "b"
+        names = [a.absolute().stem, b.absolute().stem]
+        if names[0] == names[1] or max(map(len, names)) > _LONGEST_NAME:  # each sentence has both names
+            names = ["a", "b"]
+        names = [name or default for name, default in zip((name_a, name_b), names)]
         with progress("comparing") as on_rows:
             options: dict[str, Any] = {"step_a": step_a, "step_b": step_b, "run_a": run_a, "run_b": run_b}
-            found = diff_traces(a, b, name_a=name_a, name_b=name_b, **options, on_rows=on_rows)
+            found = diff_traces(a, b, name_a=names[0], name_b=names[1], **options, on_rows=on_rows)
         if html is not None:
             from megatron_router_replay.diagnostics.page import save_page
 
@@ -52,6 +56,6 @@ def diff(
             say(f"wrote {html}")
         # Two traces with nothing in common are not the same, whatever --common leaves out.
         same = found.same_in_common and bool(found.decisions) if common else found.same
-        text = diff_text(found, max_layers=10, hint=" (--json lists all)")
+        text = diff_text(found, max_layers=10, hint=" (--json lists all)", width=columns())
         emit(text, found.to_dict() | {"same": same}, as_json=as_json)
     raise typer.Exit(0 if same else 1)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron_router_replay.cli.output import Json, Step, emit, progress, reporting_errors
+from megatron_router_replay.cli.output import Json, Step, emit, progress, reporting_errors, size_words
 from megatron_router_replay.tables import Table, number_words, percent, printable
 
 
@@ -66,11 +66,11 @@ def _steps_text(values: dict[str, Any]) -> str:
             *(str(value) for value in (step["step"], len(step["runs"]), step["ranks"], step["parts"])),
             f"{step['num_tokens']:,}",
             str(len(step["layer_numbers"])),
-            f"{step['bytes'] / 1e6:,.1f}",
+            size_words(step["bytes"]),
         )
         for step in steps
     ]
-    table = Table(head=("step", "runs", "ranks", "parts", "tokens", "layers", "MB"), rows=rows)
+    table = Table(head=("step", "runs", "ranks", "parts", "tokens", "layers", "size"), rows=rows)
     title = f"{printable(values['path'])}: a folder of {len(steps)} steps"
     return f"{title}\n{table.text()}\n--step N summarizes one, --run RUN a run of it"
 
@@ -135,5 +135,5 @@ def _trace_text(values: dict[str, Any]) -> str:
         facts["busiest expert"] = f"{worst:.2f} times the mean of its layer, in layer {in_layer}; {best:.2f} at least"
         unused = sum(values["unused_experts_by_layer"])
         facts["never chosen"] = f"{unused:,} of {len(layers) * values['num_experts']:,} experts"
-    title = f"{printable(values['path'])}: a trace, {values['bytes'] / 1e6:,.1f} MB, every byte checked"
+    title = f"{printable(values['path'])}: a trace, {size_words(values['bytes'])}, every byte checked"
     return title + "\n" + Table(words=(0, 1), rows=list(facts.items())).text()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -62,13 +64,33 @@ def progress(title: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def emit(text: str, values: Any, *, as_json: bool) -> None:
-    """Print the text or the JSON on stdout."""
-    typer.echo(json.dumps(values, indent=2) if as_json else _shown(text, sys.stdout))
+    """Print the text or the JSON on stdout. A stdout that is closed or full is an error: exit code 1 would be a result."""
+    if sys.stdout is None:
+        fail("MRR501: stdout is closed.")
+    try:
+        typer.echo(json.dumps(values, indent=2) if as_json else _shown(text, sys.stdout))
+        sys.stdout.flush()
+    except OSError as error:
+        # What is left in the buffer would fail again when Python exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        fail(f"MRR501: cannot write to stdout: {error}.", error)
+
+
+def columns() -> int | None:
+    """Return the width of sentences: the terminal's, at most 100; None in a pipe or a file, where `grep` reads lines."""
+    return min(shutil.get_terminal_size().columns, 100) if sys.stdout is not None and sys.stdout.isatty() else None
 
 
 def say(text: str) -> None:
     """Print a remark on stderr."""
     typer.echo(_shown(text, sys.stderr), err=True)
+
+
+def size_words(num_bytes: int) -> str:
+    """Return "512 bytes", "4.1 kB", "2.0 MB" or "1,234.5 MB"."""
+    if num_bytes < 1000:
+        return f"{num_bytes} bytes"
+    return f"{num_bytes / 1e3:.1f} kB" if num_bytes < 1e6 else f"{num_bytes / 1e6:,.1f} MB"
 
 
 def _shown(text: str, stream: Any) -> str:

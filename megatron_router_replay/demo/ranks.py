@@ -16,6 +16,9 @@ from megatron_router_replay.testing import ParallelSizes, load_qwen3_moe
 
 Microbatch = dict[str, Tensor]
 
+PADDING_TOKEN = 0
+"""`pad_sequence` fills the demo's batches with it."""
+
 
 @dataclass(kw_only=True)
 class StepResult:
@@ -58,7 +61,9 @@ def watched_step(
     with ExitStack() as stack:
         for router in _routers(chunks):
             stack.callback(router.register_forward_hook(watch).remove)
-        session = None if trace is None else stack.enter_context(mrr.replay(chunks, trace))
+        session = (
+            None if trace is None else stack.enter_context(mrr.replay(chunks, trace, padding_token_ids=[PADDING_TOKEN]))
+        )
         losses = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iter(microbatches),

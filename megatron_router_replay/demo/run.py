@@ -92,9 +92,9 @@ def run_demo(on_stage: Callable[[str], None] = lambda stage: None) -> DemoResult
 
 
 def load_response() -> dict[str, Any]:
-    """Return the reply of vLLM 0.30.0 to 2 prompts with 4 answers each, with the demo's checkpoint.
+    """Return a reply of vLLM 0.30.0: 2 prompts with 4 answers each.
 
-    `examples/capture_vllm.py` made it.
+    `examples/capture_vllm.py` made it with the demo's checkpoint.
     """
     file = files("megatron_router_replay.demo") / "data" / "vllm_0.30.0_bf16_response.json"
     response: dict[str, Any] = json.loads(file.read_text())["response"]

@@ -1,9 +1,9 @@
 """Compare traces and log-probs: diff, facts, page, metrics.
 
 A *decision* is the set of experts that the router of one layer chose for a row (token). Two traces *agree* on a decision
-if both name the same set, in any order; otherwise the decision *differs*. The *agreement* is the share of decisions that
-agree. A decision's *overlap* is the number of experts that both name, or its share of topk. Two decisions are *near* if
-they share more than half of their experts.
+if both name the same set, in any order; otherwise the decision *differs*. (A session's report has an *agreement* of its own:
+how much of a replayed route the live router would choose.) A decision's *overlap* is the number of experts that both name,
+or its share of topk. Two decisions are *near* if they share more than half of their experts.
 
 Importing this package loads none of its modules.
 """

@@ -113,6 +113,9 @@ class Counter:
         partial: [num_layers, topk + 1] int64, decisions that differ by the number of shared experts.
         far_by_block: [blocks] int64, decisions that are far, by block of rows.
         only_a, only_b: [samples] int64, rows with a route in one trace only.
+        first_other_token: [samples] int64, the first row of each sample whose token differs. Routing is causal: from there on
+            the routes are of different tokens.
+        alike: as partial, of the rows before these alone; rows_alike is their number.
     """
 
     def __init__(self, a: TraceSource, b: TraceSource) -> None:
@@ -125,7 +128,7 @@ class Counter:
         self.width = max(1, -(-longest // _MAX_POSITION_BINS))
         self.bins = max(1, -(-longest // self.width))
         self.rows_compared = self.rows_only_a = self.rows_only_b = self.rows_different = 0
-        self.rows_other_token = self.first_other_token = 0
+        self.rows_other_token = self.rows_alike = 0
         self.weight_versions_a: set[int] = set()
         self.weight_versions_b: set[int] = set()
 
@@ -136,6 +139,8 @@ class Counter:
         self.by_position, self.different_by_position = zeros(self.bins), zeros(num_layers * self.bins)
         # One more sample for rows after the last one.
         self.only_a, self.only_b = zeros(len(self.samples.lengths) + 1), zeros(len(self.samples.lengths) + 1)
+        self.first_other_token = np.full(len(self.samples.lengths) + 1, np.iinfo(np.int64).max)
+        self.alike = zeros(num_layers, a.topk + 1)
         self.far_by_block = zeros(num_rows // _BLOCK_ROWS + 1)
         self._differences: dict[int, Difference] = {}
 
@@ -176,7 +181,9 @@ class Counter:
             _count(only, torch.from_numpy(sample)[: len(block)][alone])
         if not num_both:
             return
-        self._add_tokens(a, b, both, start)
+        self._add_tokens(a, b, both, start, sample[:rows])
+        alike = both & torch.from_numpy(self.has_same_tokens(numbers[:rows]))
+        self.rows_alike += int(alike.sum())
         # The rows after the last sample may be more than the longest sample has.
         position_bin = (position // self.width).clamp(max=self.bins - 1)
         _count(self.by_position, position_bin[both])
@@ -189,7 +196,9 @@ class Counter:
         row, layer = different.nonzero(as_tuple=True)
         self.rows_different += int(different.any(dim=1).sum())
         shared, cell = overlap[row, layer].to(torch.int64), layer * self.bins + position_bin[row]
-        _count(self.partial, layer * (topk + 1) + shared)
+        counted = layer * (topk + 1) + shared
+        _count(self.partial, counted)
+        _count(self.alike, counted[alike[row]])
         _count(self.different_by_position, cell)
         _count(self.far_by_block, (row[2 * shared < topk] + start) // _BLOCK_ROWS)
         # The lowest row of each cell, in one pass: a sort of a block's millions of decisions would cost more.
@@ -199,14 +208,18 @@ class Counter:
                 found = self._difference(a, b, start, int(lowest[index]), index // self.bins)
                 self._differences[index] = found
 
-    def _add_tokens(self, a: RoutingTrace, b: RoutingTrace, both: Tensor, start: int) -> None:
+    def has_same_tokens(self, rows: Array) -> Array:
+        """Return which rows that were counted come before the first different token of their sample, [n] bool."""
+        same: Array = rows < self.first_other_token[self.samples.of_rows(rows)]
+        return same
+
+    def _add_tokens(self, a: RoutingTrace, b: RoutingTrace, both: Tensor, start: int, sample: Array) -> None:
         if a.token_ids is None or b.token_ids is None:
             return
         tokens_a, tokens_b = a.token_ids[: len(both)], b.token_ids[: len(both)]
         known = both & (tokens_a >= 0) & (tokens_b >= 0)
-        other = (known & (tokens_a != tokens_b)).nonzero()
-        if len(other) and not self.rows_other_token:
-            self.first_other_token = start + int(other[0])
+        other = (known & (tokens_a != tokens_b)).nonzero().flatten().numpy()
+        np.minimum.at(self.first_other_token, sample[other], start + other)
         self.rows_other_token += len(other)
 
     def _difference(self, a: RoutingTrace, b: RoutingTrace, start: int, row: int, layer: int) -> Difference:

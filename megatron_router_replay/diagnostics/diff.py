@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from megatron_router_replay.diagnostics.counting import Counter
 from megatron_router_replay.diagnostics.facts import find_facts
 from megatron_router_replay.diagnostics.source import TraceLike, block_rows, open_source, pair_samples
@@ -73,6 +75,9 @@ def _result(counts: Counter) -> TraceDiff:
     overlap_counts = counts.partial.clone()
     # The decisions that agree are the majority and are not counted one by one.
     overlap_counts[:, -1] = counts.rows_compared - counts.different_by_layer
+    facts, explained = find_facts(counts)
+    unexplained = (counts.alike - torch.from_numpy(explained)).clamp(min=0)
+    unexplained[:, -1] = counts.rows_alike - unexplained[:, :-1].sum(dim=1)
     return TraceDiff(
         name_a=a.name,
         name_b=b.name,
@@ -88,12 +93,16 @@ def _result(counts: Counter) -> TraceDiff:
         rows_only_b=counts.rows_only_b,
         rows_other_token=counts.rows_other_token,
         rows_all_same=counts.rows_compared - counts.rows_different,
+        rows_alike=counts.rows_alike,
+        weight_versions_a=tuple(sorted(counts.weight_versions_a)),
+        weight_versions_b=tuple(sorted(counts.weight_versions_b)),
         overlap_counts=overlap_counts,
+        unexplained=unexplained,
         other_order=counts.other_order,
         position_width=counts.width,
         compared_by_position=counts.by_position,
         different_by_position=counts.different_by_position.view(len(layers), counts.bins),
-        facts=tuple(find_facts(counts)),
+        facts=tuple(facts),
         differences=counts.differences(),
     )
 

@@ -9,6 +9,7 @@ found row by row. Rows of bad cells without an explanation are unrelated to a if
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,30 +17,43 @@ from typing import Any
 
 import numpy as np
 
+from megatron_router_replay.diagnostics.clues import Decisions, find_clues
 from megatron_router_replay.diagnostics.counting import Array, Counter, Samples, count_shared
 from megatron_router_replay.diagnostics.fact import Fact
 from megatron_router_replay.diagnostics.source import TraceSource
-from megatron_router_replay.tables import number_words
+from megatron_router_replay.tables import number_words, percent
 
 MAX_ROWS = 32768
 """Rows that are searched; of a longer trace, those around the block of rows that differs most."""
 
 _PIECE_ROWS = 32  # short enough that a fault in half of a sample fills a piece
 _FITS = 0.75
+_BETTER = 0.1  # three rows of a piece; those at the ends of a fault fit by chance
 _MIN_ROWS = 6  # fewer rows match different rows by chance
 _MIN_UNRELATED = 24  # noise alone exchanges most experts of fewer neighbouring decisions
 _KEY_ROWS = 3  # rows in a key: a single set of experts occurs too often
 _MOST_OCCURRENCES = 64  # a key that occurs more often, such as filler, is ignored
 _MOST_OFFSETS = 16
+_UNLIKE = "are as unlike {a}'s as unrelated rows"
 
 
-def find_facts(counts: Counter) -> list[Fact]:
-    """Return the coverage of two traces, and then the matches of b in a, those of most decisions first."""
+def find_facts(counts: Counter) -> tuple[list[Fact], Array]:
+    """Search for facts.
+
+    Returns:
+        (the coverage of two traces, then the matches of b in a, those of most decisions first, then the clues;
+        [num_layers, topk + 1] int64, differing decisions that a match explains, by the number of shared experts.)
+    """
     facts = list(_coverage(counts))
+    explained = np.zeros(tuple(counts.alike.shape), np.int64)
     differs = counts.rows_different or not counts.layers or counts.rows_only_b
     if differs and counts.b.num_tokens and counts.a.layer_numbers and counts.b.layer_numbers:
-        facts += sorted(_Search(counts).facts(), key=lambda fact: -fact.decisions)
-    return facts
+        search = _Search(counts)
+        facts += sorted(search.facts(), key=lambda fact: -fact.decisions)
+        if counts.layers:
+            explained = search.explained_by_overlap()
+            facts += find_clues(search.unexplained())
+    return facts, explained
 
 
 def _coverage(counts: Counter) -> Iterator[Fact]:
@@ -47,11 +61,16 @@ def _coverage(counts: Counter) -> Iterator[Fact]:
     if not counts.layers:
         numbers = f"{a.name} has {number_words(a.layer_numbers)}, {b.name} has {number_words(b.layer_numbers)}"
         yield Fact(kind="layers", text=f"no layer is in both: {numbers}.")
-    if b.partners is not None:
-        yield Fact(kind="samples", text=_paired(a.name, b.name, b.partners))
+    if b.matched_by == "tokens":
+        yield Fact(kind="samples", text=_paired(a.name, b.name, b.partners or ()))
+    elif b.matched_by == "number":
+        yield Fact(kind="samples", text=_lengths(a, b))
     elif a.sequence_lengths and b.sequence_lengths and a.sequence_lengths != b.sequence_lengths:
         each = [f"{s.name} has {len(s.sequence_lengths or ()):,} samples of {s.num_tokens:,} rows" for s in (a, b)]
-        yield Fact(kind="samples", text=f"the samples have different lengths: {' and '.join(each)}.")
+        text = f"the samples have different lengths: {' and '.join(each)}."
+        if sorted(a.sequence_lengths) == sorted(b.sequence_lengths):
+            text = f"the samples of {b.name} have the lengths of those of {a.name} in a different order."
+        yield Fact(kind="samples", text=text)
     for name, other_name, only in ((a.name, b.name, counts.only_a), (b.name, a.name, counts.only_b)):
         # Engines leave out one row a sample: the last token is sampled and never fed back.
         # Rows after the last sample, which are counted last, are of none.
@@ -70,8 +89,26 @@ def _coverage(counts: Counter) -> Iterator[Fact]:
         text += f"different order, in {_words('layer', layers)}."
         yield Fact(kind="expert_order", text=text, layer_numbers=layers, decisions=decisions)
     if counts.rows_other_token:
-        text = f"{counts.rows_other_token:,} of {counts.rows_compared:,} rows hold a different token, first row "
-        yield Fact(kind="tokens", text=f"{text}{counts.first_other_token:,}.")
+        text = f"{counts.rows_other_token:,} of {counts.rows_compared:,} rows hold a different token, "
+        text += f"first row {int(counts.first_other_token.min()):,}"
+        firsts = counts.first_other_token[:-1]
+        known = np.flatnonzero(firsts < np.iinfo(np.int64).max)
+        if counts.samples.known and len(known) > 1:
+            positions = firsts[known] - counts.samples.starts[known]
+            text += f"; {_words('sample', known.tolist())} differ from position {int(positions.min())}"
+            text += f" to {int(positions.max())} on" if positions.min() < positions.max() else " on"
+        yield Fact(kind="tokens", text=f"{text}.")
+
+
+def _lengths(a: TraceSource, b: TraceSource) -> str:
+    pairs = list(zip(a.sequence_lengths or (), b.lengths_before))
+    different = [(sample, *pair) for sample, pair in enumerate(pairs) if pair[0] != pair[1]]
+    each = [
+        f"sample {sample} has {one:,} rows in {a.name} and {other:,} in {b.name}"
+        for sample, one, other in different[:4]
+    ]
+    more = f"; {len(different) - 4:,} more samples have different lengths" if len(different) > 4 else ""
+    return f"{'; '.join(each)}{more}. Samples are matched by their numbers, and rows of {b.name} are numbered as in {a.name}."
 
 
 def _paired(a: str, b: str, partners: Sequence[int]) -> str:
@@ -109,6 +146,8 @@ class _Search:
         ids_a, ids_b: [n, layers, topk]. routed_a, routed_b: [n] bool. sets_a, sets_b: [n, layers] a number for each set.
         column: [L] index of b's layer in a's layers, -1: a has no such layer.
         in_place: [n, L] bool, decisions near those of a in the same row.
+        alike: [n] bool, rows with a route in both, before the first different token of their sample.
+        explained: [n, L] bool, decisions that the facts yielded so far explain.
     """
 
     def __init__(self, counts: Counter) -> None:
@@ -118,7 +157,11 @@ class _Search:
         self.first = max(0, min(counts.worst_row() - MAX_ROWS // 2, b.num_tokens - MAX_ROWS))
         # Rows of a that match lie in the same window: a search of all of a would read it once for each offset.
         num_rows = min(max(a.num_tokens, b.num_tokens) - self.first, MAX_ROWS)
-        (self.ids_a, self.routed_a), (self.ids_b, self.routed_b) = (_read(s, self.first, num_rows) for s in (a, b))
+        (self.ids_a, self.routed_a, self.tokens), (self.ids_b, self.routed_b, _) = (
+            _read(s, self.first, num_rows) for s in (a, b)
+        )
+        self.counts, rows = counts, self.first + np.arange(num_rows)
+        self.alike = self.routed_a & self.routed_b & counts.has_same_tokens(rows)
         layers = {number: i for i, number in enumerate(a.layer_numbers)}
         self.column = np.array([layers.get(number, -1) for number in b.layer_numbers])
         # A set of experts as one number: the sum of random numbers.
@@ -133,6 +176,8 @@ class _Search:
         ]
         self.starts = np.concatenate(pieces)
         self.in_place = self.near(0, self.column)
+        self.explained = np.zeros(self.in_place.shape, bool)
+        self.different = (self.sets_a[:, self.column] != self.sets_b) & self.alike[:, None] & (self.column >= 0)
 
     def near(self, offset: int | Array, columns: Array, ids_a: Array | None = None) -> Array:
         """Return which decisions of b share more than half of their experts with rows of a, [n, L] bool.
@@ -167,23 +212,75 @@ class _Search:
         bad = 2 * self.by_piece(self.in_place) < routed
         if not bad.any():
             return
-        best, chosen = np.full(bad.shape, _FITS), np.full(bad.shape, -1)
+        least, chosen = np.full(bad.shape, _FITS), np.full(bad.shape, -1)
         tried: list[_Explanation] = []
         for each in self._explanations(bad):
             fits = self.by_piece(each.fitting) / np.maximum(1, routed)
-            chosen[bad & (fits > best)] = len(tried)
-            best = np.maximum(best, fits)
+            better = bad & (fits > least)
+            chosen[better] = len(tried)
+            # The first explanation is the plainer one: a prompt of a group lies in many places.
+            least[better] = fits[better] + _BETTER
             tried.append(each)
         # Only rows and layers that both have can be unrelated.
-        unrelated = ~self.in_place & (self.routed_a & self.routed_b)[:, None] & (self.column >= 0)
+        # A different token has different routes, which are no fact of their own.
+        unrelated = ~self.in_place & self.alike[:, None] & (self.column >= 0)
         for index, each in enumerate(tried):
             found = self._moved if each.kind == "sample_order" else self._regions
             for fact, rows, layers in found(each, chosen == index):
                 # A fact may reach into cells that it does not explain alone: these are not unrelated.
                 unrelated[np.ix_(rows, layers)] &= ~each.fitting[np.ix_(rows, layers)]
+                self.explained[np.ix_(rows, layers)] |= each.fitting[np.ix_(rows, layers)]
                 yield fact
         cells = bad & (chosen < 0) & (2 * self.by_piece(unrelated) > routed)
-        yield from (fact for fact, _, _ in self._regions(_Explanation(kind="nothing", fitting=unrelated), cells))
+        yield from self._unrelated(_Explanation(kind="nothing", fitting=unrelated), cells)
+
+    def _unrelated(self, each: _Explanation, cells: Array) -> Iterator[Fact]:
+        """Yield the facts of rows that are unrelated to a; those of several regions with the same layers as one."""
+        by_layers: dict[tuple[int, ...], list[tuple[Fact, Array, Array]]] = defaultdict(list)
+        for found in self._regions(each, cells):
+            by_layers[found[0].layer_numbers].append(found)
+        for regions in by_layers.values():
+            fact, _, layers = regions[0]
+            rows = np.unique(np.concatenate([rows for _, rows, _ in regions]))
+            rest = np.setdiff1d(np.flatnonzero(self.alike), rows)
+            # Where most decisions differ, some neighbours are unlike by chance.
+            if (
+                len(rest)
+                and 2 * self.different[np.ix_(rest, layers)].mean() > self.different[np.ix_(rows, layers)].mean()
+            ):
+                continue
+            if len(regions) > 1:
+                samples = np.unique(self.samples.of_rows(self.first + rows)).tolist() if self.samples.known else []
+                in_samples = f" of {_words('sample', samples)}" if samples else f" in {len(regions):,} regions"
+                text = f"{len(rows):,} rows{in_samples} of {self.b.name} {_UNLIKE}"
+                fact, _, _ = self._fact(each, rows, layers, text)
+            yield fact
+
+    def explained_by_overlap(self) -> Array:
+        """Return how many differing decisions facts explain, by layer of both and number of shared experts."""
+        topk, layers = self.a.topk, list(self.counts.layers)
+        explained = np.zeros((len(layers), topk + 1), np.int64)
+        for i, number in enumerate(layers):
+            column = self.b.layer_numbers.index(number)
+            rows = np.flatnonzero(self.explained[:, column] & self.different[:, column])
+            shared = count_shared(self.ids_a[rows, self.column[column]], self.ids_b[rows, column])
+            explained[i] = np.bincount(shared, minlength=topk + 1)
+        return explained
+
+    def unexplained(self) -> Decisions:
+        """Return the decisions that clues are searched in."""
+        rows = np.flatnonzero(self.alike)
+        columns = np.array([self.b.layer_numbers.index(number) for number in self.counts.layers])
+        starts = self.samples.starts[:-1] if self.samples.known else np.zeros(0, np.int64)
+        return Decisions(
+            layer_numbers=self.counts.layers,
+            num_experts=self.a.num_experts,
+            ids_a=self.ids_a[rows][:, self.column[columns]],
+            ids_b=self.ids_b[rows][:, columns],
+            different=(self.different & ~self.explained)[rows][:, columns],
+            tokens=self.tokens[rows],
+            is_first=np.isin(rows + self.first, starts),
+        )
 
     def _explanations(self, bad: Array) -> Iterator[_Explanation]:
         layer = int(bad.sum(axis=0).argmax())  # the layer that differs in most pieces
@@ -235,24 +332,32 @@ class _Search:
 
     def _sample_offsets(self, rows: Array, sources: Array) -> Array:
         """Return the offset of each row of b that lies in a different sample of a, [n]; 0: in none."""
-        offsets, is_different = np.zeros(len(self.ids_b), np.int64), False
+        offsets = np.zeros(len(self.ids_b), np.int64)
         if not self.samples_a.known:
             return offsets
         # A pair of a sample and an offset as one number, which is counted much faster than a column of two.
         samples = self.samples_a.of_rows(sources + self.first)
         pairs, votes = np.unique(samples << 32 | sources - rows + (1 << 31), return_counts=True)
-        for i in np.argsort(votes, kind="stable"):  # of several, the one with most votes is written last
+        in_search, decided, is_different = np.bincount(np.unique(rows), minlength=len(offsets)).cumsum(), set(), False
+        for i in np.argsort(-votes, kind="stable"):
             sample, offset = int(pairs[i]) >> 32, (int(pairs[i]) & (1 << 32) - 1) - (1 << 31)
             if sample >= len(self.samples_a.lengths):
                 continue  # rows after the last sample
             begin, end = (self.samples_a.starts[sample : sample + 2] - self.first - offset).tolist()
-            # A shared prompt matches several samples; a quarter of the rows is more than chance gives.
-            if votes[i] >= max(_MIN_ROWS, (end - begin) / 4):
-                offsets[max(0, begin) : max(0, end)] = offset
-                is_different |= sample != self.samples.at(self.first + (begin + end) // 2)
+            place, (begin, end) = (
+                self.samples.at(self.first + (begin + end) // 2),
+                (max(0, begin), min(end, len(offsets))),
+            )
+            searched = int(in_search[end - 1] - (in_search[begin - 1] if begin else 0)) if begin < end else 0
+            # A shared prompt matches several samples: most votes decide. A quarter of the rows is more than chance gives.
+            if place in decided or votes[i] < max(_MIN_ROWS, searched / 4):
+                continue
+            decided.add(place)
+            offsets[begin:end][offsets[begin:end] == 0] = offset
+            is_different |= place != sample
         # Where the lengths of a stand for b's, rows of b may come after the last sample, and are in none.
         offsets[max(0, int(self.samples.starts[-1]) - self.first) :] = 0
-        # Samples that moved only because an earlier one has a different length are in order: they are a row fact.
+        # Rows that moved in their own samples, or because an earlier sample has a different length, are a row fact.
         return offsets if is_different else np.zeros_like(offsets)
 
     def _moved(self, each: _Explanation, cells: Array) -> Iterator[tuple[Fact, Array, Array]]:
@@ -285,16 +390,35 @@ class _Search:
             layers = _common_layers(cells[run])
             # A run may begin and end inside the pieces next to it.
             begin, end = int(bounds[max(0, run[0] - 1)]), int(bounds[min(len(bounds) - 1, run[-1] + 2)])
-            fits, in_place = (of[begin:end][:, layers].mean(axis=1) for of in (each.fitting, self.in_place))
-            gains = np.where(self.routed_b[begin:end], fits - np.maximum(in_place, 0.5), 0.0)
-            # Cells have bounds of pieces; the fault begins and ends at the rows with the greatest gain.
-            first, last = _best_run(gains)
-            rows = begin + np.arange(first, last + 1)
-            rows = rows[self.routed_b[rows]]
-            held = each.fitting[np.ix_(rows, layers)]
-            least = _MIN_UNRELATED if each.kind == "nothing" else 0
-            if len(rows) >= _MIN_ROWS and held.mean() >= _FITS and held.sum() >= least:
-                yield self._fact(each, rows, layers)
+            found = self._region(each, layers, begin, end)
+            regions = [] if found is None else [found]
+            if each.kind == "nothing":
+                # Each sample may have its own beginning, such as different answers to the same prompts.
+                inside = self.samples.starts - self.first
+                cuts = pairwise([begin, *inside[(inside > begin) & (inside < end)].tolist(), end])
+                split = [region for cut in cuts if (region := self._region(each, layers, *cut)) is not None]
+                left = (
+                    np.setdiff1d(found[1], np.concatenate([rows for _, rows, _ in split])) if found and split else None
+                )
+                if found is None or (
+                    left is not None and len(left) and self.in_place[np.ix_(left, layers)].mean() > _FITS
+                ):
+                    regions = split or regions
+            yield from regions
+
+    def _region(self, each: _Explanation, layers: Array, begin: int, end: int) -> tuple[Fact, Array, Array] | None:
+        """Return the fact of the rows in begin..end-1 with the greatest gain; None: too few of them fit."""
+        fits, in_place = (of[begin:end][:, layers].mean(axis=1) for of in (each.fitting, self.in_place))
+        gains = np.where(self.routed_b[begin:end], fits - np.maximum(in_place, 0.5), 0.0)
+        # Cells have bounds of pieces; the fault begins and ends at the rows with the greatest gain.
+        first, last = _best_run(gains)
+        rows = begin + np.arange(first, last + 1)
+        rows = rows[self.routed_b[rows]]
+        held = each.fitting[np.ix_(rows, layers)]
+        least = _MIN_UNRELATED if each.kind == "nothing" else 0
+        if len(rows) < _MIN_ROWS or held.mean() < _FITS or held.sum() < least:
+            return None
+        return self._fact(each, rows, layers)
 
     def _fact(self, each: _Explanation, rows: Array, layers: Array, text: str = "") -> tuple[Fact, Array, Array]:
         """Return a fact with its sentence, its rows and its layers; a given text is followed by layers and counts alone."""
@@ -327,20 +451,38 @@ class _Search:
         elif kind == "constant":
             text = f"{place} repeat one route"
         elif kind == "nothing":
-            text = f"{place} are as unlike {a}'s as unrelated rows"
+            text = text or f"{place} {_UNLIKE}"
+            text = text.replace("{a}", a)
+        if kind == "names":
+            where += self._later_layers(rows, layers)
         held = each.fitting[np.ix_(rows, layers)]
         # The range of a fact may be too small where a part of the rows was read.
         read = "" if len(self.ids_b) >= self.b.num_tokens else " that were read"
         text = f"{text}, {where}: {int(held.sum()):,} of {held.size:,} decisions{read}."
         return Fact(kind=kind, text=text, layer_numbers=numbers, rows=(first, last), decisions=held.size), rows, layers
 
+    def _later_layers(self, rows: Array, layers: Array) -> str:
+        """Return whether layers after those with different names agree: experts that moved with their router do no harm."""
+        later = np.arange(layers.max() + 1, self.different.shape[1])
+        later = later[self.column[later] >= 0]
+        if not len(later):
+            return ""
+        before = np.setdiff1d(np.flatnonzero(self.column >= 0), np.arange(layers.min(), self.different.shape[1]))
+        noise = self.different[np.ix_(rows, before)].mean(axis=0).max() if len(before) else 0.0
+        differ = self.different[np.ix_(rows, later)]
+        agree = differ.mean(axis=0).max() <= 0.1 + 3 * noise
+        return (
+            f", and later layers {'agree' if agree else 'differ'} ({percent(float(differ.mean()))} of decisions differ)"
+        )
 
-def _read(source: TraceSource, start: int, num_rows: int) -> tuple[Array, Array]:
-    """Return experts [num_rows, num_layers, topk] and which rows have a route [num_rows], of rows from `start` on."""
+
+def _read(source: TraceSource, start: int, num_rows: int) -> tuple[Array, Array, Array]:
+    """Return the rows from `start` on: experts [num_rows, num_layers, topk], which have a route, token ids (-1: unknown)."""
     rows = source.read(start, start + num_rows)
     missing = num_rows - len(rows)
     ids, routed = rows.topk_indices.numpy(), rows.replay_mask.numpy()
-    return np.pad(ids, ((0, missing), (0, 0), (0, 0))), np.pad(routed, (0, missing))
+    tokens = np.full(num_rows, -1) if rows.token_ids is None else np.pad(rows.token_ids.numpy(), (0, missing))
+    return np.pad(ids, ((0, missing), (0, 0), (0, 0))), np.pad(routed, (0, missing)), tokens
 
 
 def _common_layers(cells: Array) -> Array:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import megatron_router_replay
 from megatron_router_replay.diagnostics.counting import Difference
-from megatron_router_replay.diagnostics.trace_diff import TraceDiff, diff_text, fact_lines, noise_words, verdict
+from megatron_router_replay.diagnostics.trace_diff import TraceDiff, diff_text, fact_lines, verdict
+from megatron_router_replay.store.atomic import replacing
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -31,6 +32,10 @@ h1 {{ font-size: 1.5rem; overflow-wrap: anywhere }} h2 {{ font-size: 1.15rem }}
 .note {{ background: var(--note); border-left: 4px solid #e08600; padding: .5rem .8rem; margin: .5rem 0;
   overflow-wrap: anywhere }}
 .map {{ overflow-x: auto }}
+.scroll {{ display: none }}
+@media (max-width: {scrolls_below}px) {{ .scroll {{ display: inline }} }}
+.legend {{ display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; align-items: center }}
+.legend svg {{ vertical-align: -2px; margin-right: .4rem }}
 svg text {{ font: 12px system-ui, sans-serif; fill: var(--dim) }}
 rect {{ fill: var(--cell) }} rect.none {{ fill: none; stroke: var(--cell) }} rect.differ {{ fill: var(--differ) }}
 rect.differ:hover {{ stroke: var(--text); stroke-width: 2 }}
@@ -38,56 +43,91 @@ pre {{ font-size: clamp(.55rem, 2.4vw, .85rem); white-space: pre-wrap; overflow-
 footer, .dim {{ color: var(--dim); font-size: .85rem }}
 </style>
 <h1>{title}</h1>
-<p><strong>{verdict}.</strong></p>
+<p><strong>{verdict}</strong></p>
 {notes}
 <h2>Decisions that differ, by layer and position</h2>
-<p class="dim">Layers from top to bottom, {where} from left to right. The more decisions of a cell differ, up to {highest},
-the redder it is; outlined cells have no row with a route in both traces. Point at a cell for its first decision that
-differs.</p>
+<p class="dim">Point at a cell for its first decision that differs. <span class="scroll">The map is wider than the screen:
+it scrolls sideways.</span></p>
+<p class="dim legend">{legend}</p>
 <div class="map">{map}</div>
 <h2>Numbers</h2>
 <pre>{text}</pre>
 <footer>megatron_router_replay {version}</footer>
 </html>
 """
-_LEFT, _HEIGHT = 44, 14
+_LEFT, _HEIGHT = 58, 14
+_LEAST_HIGHEST = 8  # differences of the reddest cell, so that one of a few stays pale
 
 
 def save_page(diff: TraceDiff, path: str | os.PathLike[str]) -> Path:
     """Write the page of a diff and return its path.
 
+    A page that is there already stays until the new one is whole.
+
     Raises:
         OSError: the file cannot be written.
     """
-    notes = [line.removeprefix("fact: ") for line in (*fact_lines(diff), noise_words(diff)) if line]
+    notes = [line.removeprefix("fact: ") for line in fact_lines(diff)]
+    bins = len(diff.compared_by_position)
+    width = max(6, min(24, 1000 // bins))
+    in_samples = any(each.sample is not None for each in diff.differences)
     page = _PAGE.format(
         title=escape(f"Routing of {diff.name_a} and {diff.name_b}"),
-        verdict=verdict(diff).capitalize(),
+        verdict=escape(verdict(diff)),
         notes="\n".join(f'<p class="note">{escape(note[0].upper() + note[1:])}</p>' for note in notes),
-        where="positions in the sample" if any(each.sample is not None for each in diff.differences) else "rows",
-        highest=max([0, *diff.different_by_position.flatten().tolist()]),
-        map=_map(diff),
-        text=escape(diff_text(diff, max_layers=None)),
+        legend=_legend(diff),
+        scrolls_below=_LEFT + bins * width + 60 + 32,  # the body's padding
+        map=_map(diff, width, "position in the sample" if in_samples else "row"),
+        text=escape(diff_text(diff, max_layers=None, width=None)),
         version=megatron_router_replay.__version__,
     )
     target = Path(path)
-    target.write_text(page, encoding="utf-8")
+    if target.exists() and not target.is_file():  # a device or a pipe; a folder raises
+        target.write_text(page, encoding="utf-8")
+        return target
+    with replacing(target) as temporary:
+        temporary.write_text(page, encoding="utf-8")
     return target
 
 
-def _map(diff: TraceDiff) -> str:
+def _legend(diff: TraceDiff) -> str:
+    """Return what the colours of cells say."""
+    highest = max(_LEAST_HIGHEST, *diff.different_by_position.flatten().tolist(), 0)
+    colours = [
+        ("<rect {box}/>", "all agree"),
+        (_coloured(1, highest), "1 decision differs"),
+        (_coloured(highest, highest), f"{highest:,} differ"),
+        ('<rect class="none" {box}/>', "no row with a route in both"),
+    ]
+    box = f'x="1" y="1" width="14" height="{_HEIGHT - 2}"'
+    return "\n".join(
+        f'<span><svg width="16" height="{_HEIGHT}" aria-hidden="true">{cell.format(box=box)}</svg>{words}</span>'
+        for cell, words in colours
+    )
+
+
+def _coloured(count: int, highest: int) -> str:
+    """Return a cell with differences, without its end; a single one stays pale even where few rows reach."""
+    # The cell's own colour lies below, so that half of a shade is no half of the page's colour.
+    return f'<rect {{box}}/><rect class="differ" {{box}} fill-opacity="{0.08 + 0.92 * (count / highest) ** 0.75:.2f}"/>'
+
+
+def _map(diff: TraceDiff, width: int, axis: str) -> str:
     """Return the map as SVG: a row of cells for each layer, and an axis of positions below."""
     bins = len(diff.compared_by_position)
-    width = max(6, min(24, 1000 // bins))
     bottom = len(diff.layer_numbers) * _HEIGHT
+    middle, height = _LEFT + bins * width / 2, bottom + 38
     return "\n".join(
         [
-            f'<svg width="{_LEFT + bins * width + 60}" height="{bottom + 20}" role="img" aria-label="layers by positions">',
+            f'<svg width="{_LEFT + bins * width + 60}" height="{height}" role="img" aria-label="layers by {axis}s">',
             *_cells(diff, width),
             *(
                 f'<text x="{_LEFT + i * width}" y="{bottom + 15}">{i * diff.position_width:,}</text>'
                 for i in range(0, bins, max(1, 80 // width))
             ),
+            f'<text class="axis" x="{min(middle, _LEFT + 150):.0f}" y="{bottom + 32}">{axis}</text>',
+            f'<text class="axis" x="12" y="{bottom / 2:.0f}" transform="rotate(-90 12 {bottom / 2:.0f})" '
+            'text-anchor="middle">layer</text>',
             "</svg>",
         ]
     )
@@ -95,7 +135,7 @@ def _map(diff: TraceDiff) -> str:
 
 def _cells(diff: TraceDiff, width: int) -> Iterator[str]:
     compared, positions = diff.compared_by_position.tolist(), diff.position_width
-    highest = max([8, *diff.different_by_position.flatten().tolist()])
+    highest = max([_LEAST_HIGHEST, *diff.different_by_position.flatten().tolist()])
     first: dict[tuple[int, int], Difference] = {}
     for each in diff.differences:
         place = each.row if each.position is None else each.position
@@ -108,12 +148,9 @@ def _cells(diff: TraceDiff, width: int) -> Iterator[str]:
             if not count:
                 yield f"<rect {box}/>" if rows else f'<rect class="none" {box}/>'
                 continue
-            # A single difference stays pale even where few rows reach; a shift of many rows is dark.
-            shade = 0.08 + 0.92 * (count / highest) ** 0.75
             places = f"{j * positions}..{(j + 1) * positions - 1}" if positions > 1 else f"{j}"
             text = f"layer {number}, {places}: {count} of {rows} decisions differ.\nFirst: {_words(first[number, j], diff)}"
-            # The cell's own colour lies below, so that half of a shade is no half of the page's colour.
-            yield f'<rect {box}/><rect class="differ" {box} fill-opacity="{shade:.2f}"><title>{escape(text)}</title></rect>'
+            yield f"{_coloured(count, highest).format(box=box).removesuffix('/>')}><title>{escape(text)}</title></rect>"
 
 
 def _words(each: Difference, diff: TraceDiff) -> str:

@@ -30,6 +30,7 @@ BLOCK_BYTES = 16 << 20
 """Routes that are read at a time; a pass over a trace needs a few times this memory."""
 
 _BLOCK_ROWS = 1 << 14
+_PROMPT_TOKENS = 8  # tokens that two answers to one prompt share at least
 
 
 class TraceSource:
@@ -45,6 +46,8 @@ class TraceSource:
         num_tokens, layer_numbers, num_experts, topk, sequence_lengths: as in `RoutingTrace`.
         partners: for each sample of a trace that this one is compared with the sample here that `pair_samples` found, -1:
             none; None: samples are in order.
+        matched_by: "tokens" or "number" of the samples, where they were paired; empty: they were not.
+        lengths_before: sequence_lengths of this trace before its samples were paired.
     """
 
     def __init__(self, parts: Sequence[RoutingTrace], name: str, origin: str, files: Sequence[Path] = ()) -> None:
@@ -57,6 +60,7 @@ class TraceSource:
         # Blocks of rows have no samples, so that their merge compares none.
         self.sequence_lengths: tuple[int, ...] | None = of_the_longest("sequence_lengths", parts, self.num_tokens)
         self.partners: tuple[int, ...] | None = None
+        self.matched_by, self.lengths_before = "", self.sequence_lengths or ()
         self._rows: Tensor | None = None
 
     def read(self, start: int, stop: int) -> RoutingTrace:
@@ -120,16 +124,22 @@ def _gather(part: RoutingTrace, rows: Tensor) -> RoutingTrace:
 def pair_samples(a: TraceSource, b: TraceSource) -> None:
     """Take b's samples in the order of a's, matched by their token ids; equal samples keep their order.
 
-    A sample that has no equal one is compared with the sample of its own number if that has none either. Without token
-    ids and sequence_lengths in both, or if the samples are in order already, b stays as it is.
+    A sample that has no equal one is compared with one that begins with the same tokens, such as another answer to its
+    prompt, or with the sample of its own number if that has none either. Without token ids in both, samples are matched by
+    their numbers if some of them are longer or shorter. Without sequence_lengths in both, or if the samples are in order
+    already, b stays as it is.
     """
     samples_a, samples_b = a.samples(), b.samples()
-    if not samples_a or not samples_b or samples_a == samples_b:
+    if not samples_a or not samples_b:
+        lengths_a, lengths_b = a.sequence_lengths or (), b.sequence_lengths or ()
+        # The same lengths in a different order are samples in a different order, which the search for facts finds.
+        if len(lengths_a) == len(lengths_b) and sorted(lengths_a) != sorted(lengths_b):
+            b.reorder(range(len(lengths_b)), lengths_a)
+            b.matched_by = "number"
         return
-    places: dict[bytes, deque[int]] = defaultdict(deque)
-    for sample, tokens in enumerate(samples_b):
-        places[tokens].append(sample)
-    partners = [places[tokens].popleft() if places[tokens] else -1 for tokens in samples_a]
+    if samples_a == samples_b:
+        return
+    partners = _equal_or_same_prompt(samples_a, samples_b)
     if max(partners) < 0:  # different batches
         return
     taken = set(partners)
@@ -139,6 +149,26 @@ def pair_samples(a: TraceSource, b: TraceSource) -> None:
     assert a.sequence_lengths is not None
     if partners != list(range(len(samples_b))) or a.sequence_lengths != b.sequence_lengths:
         b.reorder(partners, a.sequence_lengths)
+        b.matched_by = "tokens"
+
+
+def _equal_or_same_prompt(samples_a: Sequence[bytes], samples_b: Sequence[bytes]) -> list[int]:
+    """Return for each sample of a the equal one of b, else one that begins with the same tokens, else -1."""
+    partners = [-1] * len(samples_a)
+    for length in (None, _PROMPT_TOKENS * 4):  # int32
+        taken, places = set(partners), defaultdict[bytes, deque[int]](deque)
+        for sample, tokens in enumerate(samples_b):
+            if sample not in taken:
+                places[tokens[:length]].append(sample)
+        for sample, tokens in enumerate(samples_a):
+            key = tokens[:length]
+            if partners[sample] >= 0 or not places[key]:
+                continue
+            # A group of answers to one prompt keeps its order where it can.
+            own_number = length is not None and sample in places[key]
+            partners[sample] = sample if own_number else places[key][0]
+            places[key].remove(partners[sample])
+    return partners
 
 
 def open_source(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_router_replay.diagnostics.conclusion import conclude
 from megatron_router_replay.diagnostics.counting import Difference
 from megatron_router_replay.diagnostics.fact import Fact, plain
 from megatron_router_replay.tables import Table, percent, printable, share
@@ -26,8 +29,12 @@ class TraceDiff:
         topk, num_experts: of both.
         rows_compared: rows with a route in both; rows_only_a, rows_only_b: with a route in only one.
         rows_other_token: compared rows with known, different token_ids.
+        rows_alike: compared rows before the first different token of their sample.
         rows_all_same: rows that agree in every layer.
+        weight_versions_a, weight_versions_b: known versions of the weights.
         overlap_counts: [num_layers, topk + 1] int64, decisions by the number of shared experts.
+        unexplained: [num_layers, topk + 1] int64, the same of rows_alike, where no match of rows, samples, layers or ids
+            explains a differing decision; those that one explains count as equal.
         other_order: [num_layers] int64, decisions that agree and list their experts in a different order.
         position_width: positions in a bin of the two below.
         compared_by_position: [bins] int64, rows compared. Positions count within samples, or all rows without samples.
@@ -49,8 +56,12 @@ class TraceDiff:
     rows_only_a: int
     rows_only_b: int
     rows_other_token: int
+    rows_alike: int
     rows_all_same: int
+    weight_versions_a: tuple[int, ...]
+    weight_versions_b: tuple[int, ...]
     overlap_counts: Tensor
+    unexplained: Tensor
     other_order: Tensor
     position_width: int
     compared_by_position: Tensor
@@ -104,9 +115,14 @@ class TraceDiff:
         return min(self.differences, key=lambda each: (each.row, each.layer_number), default=None)
 
     @property
-    def agreement_by_layer(self) -> Tensor:
-        """Share of decisions that agree, [num_layers] float64. It is NaN where nothing was compared."""
+    def same_by_layer(self) -> Tensor:
+        """Share of decisions that name the same experts, [num_layers] float64. It is NaN where nothing was compared."""
         return self.overlap_counts[:, -1].double() / self.rows_compared
+
+    @property
+    def conclusion(self) -> str:
+        """The cause that the facts and the counts leave, or the causes, in a few sentences."""
+        return conclude(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all but `differences` as values that `json.dumps` takes. Shares of nothing are None."""
@@ -122,27 +138,41 @@ class TraceDiff:
     __repr__ = __str__
 
 
-def diff_text(diff: TraceDiff, *, max_layers: int | None = 10, hint: str = "") -> str:
+def diff_text(diff: TraceDiff, *, max_layers: int | None = 10, hint: str = "", width: int | None = 80) -> str:
     """Return the text of `print(diff)`.
 
     Args:
         max_layers: how many of the layers that differ to list, those that differ most; None: list every layer.
         hint: follows the count of layers that are not listed: how to see them.
+        width: of sentences, in characters; None: one line each. Tables and places stay as they are.
     """
     layers = _layers_table(diff, max_layers, hint)
+    paragraphs = [verdict(diff), *fact_lines(diff)]
     lines = [
-        printable(f"{diff.name_a}: {diff.origin_a}"),
-        printable(f"{diff.name_b}: {diff.origin_b}"),
+        *(_wrapped(printable(paragraph), width, indent="  " if i else "") for i, paragraph in enumerate(paragraphs)),
+        _origin_line(diff.name_a, diff.origin_a),
+        _origin_line(diff.name_b, diff.origin_b),
         f"{diff.rows_compared:,} rows with a route in both, {len(diff.layer_numbers)} layers, "
         f"top-{diff.topk} of {diff.num_experts} experts",
         _summary_table(diff).text(),
         *_first_differences(diff),
-        *fact_lines(diff),
-        noise_words(diff),
         layers.text() if layers.rows and diff.rows_compared else "",
-        verdict(diff),
     ]
     return "\n".join(line for line in lines if line)
+
+
+def _origin_line(name: str, origin: str) -> str:
+    """Return the name and where the trace lies; a name that is the file's is not said twice."""
+    is_name = PurePath(origin.partition(",")[0]).stem == name
+    return printable(origin if is_name else f"{name}: {origin}")
+
+
+def _wrapped(paragraph: str, width: int | None, indent: str) -> str:
+    if width is None:
+        return paragraph
+    return textwrap.fill(
+        paragraph, max(40, width), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def fact_lines(diff: TraceDiff) -> list[str]:
@@ -153,50 +183,9 @@ def fact_lines(diff: TraceDiff) -> list[str]:
 
 
 def verdict(diff: TraceDiff) -> str:
-    """Return the result of the comparison, without a full stop."""
-    if diff.same:
-        return "the traces are the same"
-    if diff.same_in_common and diff.decisions:
-        return "the traces differ in what they cover; what both cover is the same"
-    return "the traces differ"
-
-
-def noise_words(diff: TraceDiff) -> str:
-    """Return how routing differs if no fact explains it; empty if one does, or nothing differs.
-
-    Rounding exchanges one expert in a near-tie. It begins near 0 and grows, because hidden states drift apart layer by
-    layer. A share that jumps, or that only one layer has, has a different cause.
-    """
-    different = diff.different_by_layer
-    if not any(different) or any(fact.rows is not None for fact in diff.facts):
-        return ""
-    one_expert = int(diff.overlap_counts[:, -2].sum()) / sum(different)
-    exchange = "all" if one_expert == 1 else f"{percent(one_expert)} of these"
-    counted = f"{share(sum(different), diff.decisions)} of decisions differ, and {exchange} exchange one expert"
-    shares = [count / diff.rows_compared for count in different]
-    jump = _jump(different, shares)
-    if jump is not None:
-        layer, before = diff.layer_numbers[jump], f"layer {diff.layer_numbers[jump - 1]}" if jump else "the embedding"
-        by_depth = f"{percent(max([0.0, *shares[:jump]]))} at most before layer {layer}, {percent(shares[jump])} in it"
-        return f"something between {before} and layer {layer} changed: weights, or this router: {counted}; {by_depth}."
-    half = (len(shares) + 1) // 2
-    lower, upper = sum(shares[:half]) / half, sum(shares[-half:]) / half
-    rounding = one_expert >= 0.8 and upper >= lower
-    return (
-        f"{'looks like rounding' if rounding else 'no rows or layers stand out'}: {counted}; {percent(lower)} in the lower "
-        f"half of the layers, {percent(upper)} in the upper half."
-    )
-
-
-def _jump(different: list[int], shares: list[float]) -> int | None:
-    """Return the first layer with a share that does not continue the layers before it; None: there is none."""
-    for i, each in enumerate(shares):
-        others = [*shares[:i], *shares[i + 1 :]]
-        # A router that changed alone leaves later layers as they were. Few decisions show nothing.
-        alone = different[i] >= 20 and i + 1 < len(shares) and each > 3 * max(others)
-        if alone or each > 0.05 + 3 * max([0.0, *shares[:i]]):
-            return i
-    return None
+    """Return the conclusion as sentences."""
+    conclusion = diff.conclusion
+    return conclusion[:1].upper() + conclusion[1:]
 
 
 def _first_differences(diff: TraceDiff) -> list[str]:
@@ -234,19 +223,19 @@ def _summary_table(diff: TraceDiff) -> Table:
 
 def _layers_table(diff: TraceDiff, max_layers: int | None, hint: str) -> Table:
     """Return the differences layer by layer; see `diff_text`."""
-    different, agreement = diff.different_by_layer, diff.agreement_by_layer.tolist()
+    different, same = diff.different_by_layer, diff.same_by_layer.tolist()
     shared = torch.arange(diff.topk + 1) / diff.topk
     overlap = (diff.overlap_counts.double() @ shared.double() / max(1, diff.rows_compared)).tolist()
     most = sorted((i for i, count in enumerate(different) if count), key=lambda i: -different[i])
     shown = range(len(different)) if max_layers is None else sorted(most[:max_layers])
     left_out = len(most) - len(shown)
     return Table(
-        head=("layer", "differ", "agreement", "overlap", "different order"),
+        head=("layer", "differ", "same experts", "overlap", "different order"),
         rows=[
             (
                 f"{diff.layer_numbers[i]}",
                 f"{different[i]:,}",
-                percent(agreement[i]),
+                percent(same[i]),
                 percent(overlap[i]),
                 f"{int(diff.other_order[i]):,}",
             )

@@ -64,7 +64,9 @@ def _token_major(array: Array, axes: Sequence[str]) -> Array:
     """Return the array as [tokens, layers, topk]."""
     names = [name for name in axes if name not in ("batch", "")]
     if sorted(names) != ["expert", "layer", "token"]:
-        raise PayloadError(f"MRR101: axes {list(axes)} must name one token, one layer and one expert axis.")
+        raise PayloadError(
+            f"MRR101: axes {list(axes)} must name one 'token', one 'layer' and one 'expert' axis, in the array's order."
+        )
     extra = tuple(i for i, name in enumerate(axes) if name not in names)
     if array.ndim != len(axes) or any(array.shape[i] != 1 for i in extra):
         raise _SOURCE.error(

@@ -126,11 +126,22 @@ def _load(config: Any) -> Config:
             f"MRR303: cannot read the model config {path}: there is no such file or folder here. The id of a model on "
             "a hub is not looked up: give the folder that holds its config.json."
         )
-    path = path / "config.json" if path.is_dir() else path
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            raise PayloadError(
+                f"MRR303: cannot read a model config in {path}: the folder has no config.json. Give the Hugging Face folder "
+                "that the engine serves; a checkpoint of Megatron-Core has none."
+            )
+        path = path / "config.json"
     try:
         values = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise PayloadError(f"MRR303: cannot read the model config {path}: {error}.") from error
+    except ValueError as error:
+        raise PayloadError(
+            f"MRR303: cannot read the model config {path}: it is no JSON. Give the config.json of the served model, or "
+            "its folder."
+        ) from error
     if not isinstance(values, dict):
         raise PayloadError(f"MRR303: the model config {path} holds {type(values).__name__}, expected an object.")
     return values

@@ -82,8 +82,12 @@ def parse_npy(raw: bytes, *, source: Source) -> Array:
     file.seek(8)
     try:
         shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file, max_header_size=MAX_NPY_HEADER)
-    except (ValueError, MemoryError, RecursionError) as error:  # the latter two of a literal that is nested too deeply
-        raise source.error(f"MRR310: the .npy header {raw[10:130]!r} cannot be read: {error}.") from None
+    # Of damaged bytes, numpy's reader raises whatever its parser of literals, its tokenizer and its dtypes raise.
+    except Exception as error:
+        raise source.error(
+            f"MRR310: the .npy header {raw[10:130]!r} cannot be read ({type(error).__name__}): it is damaged, or no array of "
+            "integers. Was the payload changed on its way?"
+        ) from None
     if dtype.kind not in "iu" or len(shape) != 3 or not all(type(size) is int and size >= 0 for size in shape):
         raise source.error(
             f"MRR310: the .npy header promises {list(shape)} {dtype}, expected an integer array [rows, layers, topk]."

@@ -49,6 +49,18 @@ class StatedCount(NamedTuple):
     value: int
 
 
+class RequestFields(NamedTuple):
+    """What to put into a request so that its reply has more, as an error can quote it; "" where an engine has no such field.
+
+    Args:
+        token_ids: brings the ids of prompt and output.
+        weight_versions: brings the versions of the weights that sampled the output.
+    """
+
+    token_ids: str = ""
+    weight_versions: str = ""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reply:
     """One generated sequence as an engine sent it.
@@ -57,12 +69,14 @@ class Reply:
         fields: values by the names of `ReplyReader.fields`; `reply[name]` is None where the response has none.
         aborted: the engine gave the request up; without any output it then has no routes.
         counts: numbers of tokens that the response states of this sequence.
+        request_fields: of the engine, for messages about fields that are missing.
     """
 
     source: Source
     fields: Mapping[str, Any] = field(default_factory=dict)
     aborted: bool = False
     counts: tuple[StatedCount, ...] = ()
+    request_fields: RequestFields = RequestFields()
 
     def __getitem__(self, name: str) -> Any:
         return self.fields.get(name)
@@ -112,6 +126,7 @@ class ReplyReader:
         streams: whether the engine's streams have routes.
         keep_all: advice for a response of several choices with the routes of the first one alone.
         unwrap: applied to routes and ids before anything else.
+        request_fields: for messages about fields that a reply does not have.
     """
 
     title: str
@@ -120,6 +135,7 @@ class ReplyReader:
     streams: bool = False
     keep_all: str = "Send one request a choice."
     unwrap: Callable[[Any, Source], Any] = lambda value, source: value
+    request_fields: RequestFields = RequestFields()
 
     def read(self, result: Any) -> list[Reply]:
         """Return the generated sequences of a result, in the order of their index.
@@ -133,7 +149,8 @@ class ReplyReader:
             refuse_non_reply(chunk, self.title)
         # Nested lists and lists of arrays are routes. A list with anything else among replies is read so too, and raises.
         if not chunks or not all(map(self._is_reply, chunks)):
-            return [Reply(source=source, fields={"routed_experts": self.unwrap(result, source)})]
+            routes = {"routed_experts": self.unwrap(result, source)}
+            return [Reply(source=source, fields=routes, request_fields=self.request_fields)]
         if len(chunks) > 1 and not self.streams:
             raise source.error(
                 "MRR311: is a list of replies, and this engine streams no routes: send the request without stream, and pass "
@@ -143,8 +160,11 @@ class ReplyReader:
         # Usage, and SGLang's routes and ids, come with the last chunks of a stream, so these are first.
         response = [Part(chunk) for chunk in reversed(chunks) if _items(chunk) is not _ABSENT]
         if len(streams) > 1:
-            self._check_shared([parts[-1] for parts in streams], response, source)
-        return [self._reply(parts, index, len(streams), response, source) for index, parts in enumerate(streams)]
+            self._check_shared([parts[-1] for parts in streams.values()], response, source)
+        replies = [self._reply(parts, index, len(streams), response, source) for index, parts in streams.items()]
+        if len(streams) > 1:
+            _check_usage(replies, response, source)
+        return replies
 
     def _is_reply(self, item: Any) -> bool:
         if isinstance(item, Mapping):
@@ -211,10 +231,15 @@ class ReplyReader:
             counts += read_counts(reason, {"length": "output"}, prefix="finish_reason", source=source)
             reason = reason.get("type")
         if num_choices == 1:  # the usage of several choices is a sum, which counts none of them
-            usage = first_known(value for part in response for value in part.values(("usage",)))
-            counts += read_counts(usage, _USAGE, prefix="usage", source=source)
+            counts += read_counts(_usage_of(response), _USAGE, prefix="usage", source=source)
         aborted = isinstance(reason, str) and reason == "abort"
-        return Reply(source=source, fields=fields, aborted=aborted, counts=tuple(counts))
+        return Reply(
+            source=source,
+            fields=fields,
+            aborted=aborted,
+            counts=tuple(counts),
+            request_fields=self.request_fields,
+        )
 
     def _output_ids(self, parts: Sequence[Part], source: Source) -> list[Any]:
         """Return the lists of output ids that a choice has, or the one list that its chunks make."""
@@ -245,11 +270,12 @@ class ReplyReader:
     def _listed_ids(self, response: Sequence[Part], index: int, num_choices: int, source: Source) -> list[Any]:
         """Return the output ids of a choice in the lists that a response has for all choices, as SGLang's `sglext`."""
         lists = self._values("output_token_ids", response)
+        place = index if num_choices > 1 else 0  # a single choice may have kept its index of a larger response
         for value in lists:
-            if not (isinstance(value, (list, tuple)) and len(value) == num_choices):
+            if not (isinstance(value, (list, tuple)) and len(value) == num_choices and place < num_choices):
                 size = len(value) if hasattr(value, "__len__") else shown(value)
-                raise source.error(f"MRR312: has {size} lists of output ids for {num_choices} choices.")
-        return [value[index] for value in lists]
+                raise source.error(f"MRR312: has {size} lists of output ids for {num_choices} choices: is one lost?")
+        return [value[place] for value in lists]
 
     def _agreed_ids(self, name: str, values: Sequence[Any], source: Source) -> Any:
         """Return ids that must be the same in all places that have them; None where no place has them."""
@@ -265,8 +291,8 @@ class ReplyReader:
         return first_known(values)
 
 
-def _choices(chunks: Sequence[Any], source: Source) -> list[list[Part]]:
-    """Return the parts of each choice in the order of the indexes: one part, or the chunks of its stream."""
+def _choices(chunks: Sequence[Any], source: Source) -> dict[int, list[Part]]:
+    """Return index -> the parts of a choice, in the order of the indexes: one part, or the chunks of its stream."""
     streams: dict[int, list[Part]] = {}
     # The chunks of a response have one id, at the key None here; bare chunks have an id of their choice.
     requests: dict[int | None, str] = {}
@@ -290,9 +316,11 @@ def _choices(chunks: Sequence[Any], source: Source) -> list[list[Part]]:
             )
     if not streams:
         raise source.error("MRR301: it has no choices.")
-    if sorted(streams) != list(range(len(streams))):
+    # Whole choices may be some of a response's: a caller regroups the samples of a prompt, or drops bad ones.
+    if any(len(parts) > 1 for parts in streams.values()) and sorted(streams) != list(range(len(streams))):
         raise source.error(
-            f"MRR312: its choices have index {sorted(streams)[:8]}, expected each of 0..{len(streams) - 1}: one is lost."
+            f"MRR312: the choices of this stream have index {sorted(streams)[:8]}, expected each of 0..{len(streams) - 1}: "
+            "all chunks of one are lost."
         )
     # Only the last chunk has the routes. A single chunk that was given as a reply raises here, too.
     unfinished = [index for index, parts in streams.items() if parts[-1].finish_reason is None]
@@ -301,7 +329,31 @@ def _choices(chunks: Sequence[Any], source: Source) -> list[list[Part]]:
             f"MRR311: ends before index {unfinished[:8]} is finished: its last chunk is missing. The chunks of a stream "
             "are one result: give decode their list, and decode_batch a list of such lists."
         )
-    return [streams[index] for index in range(len(streams))]
+    return dict(sorted(streams.items()))
+
+
+def _usage_of(response: Sequence[Part]) -> Any:
+    return first_known(value for part in response for value in part.values(("usage",)))
+
+
+def _check_usage(replies: Sequence[Reply], response: Sequence[Part], source: Source) -> None:
+    """Raise if the usage of a response counts more output tokens than its choices have together: one of them is lost."""
+    stated = read_counts(_usage_of(response), {"completion_tokens": "output"}, prefix="usage", source=source)
+    lengths = [_output_length(reply) for reply in replies]
+    known = [length for length in lengths if length is not None]
+    if stated and len(known) == len(lengths) and stated[0].value > sum(known):
+        raise source.error(
+            f"MRR312: usage.completion_tokens={stated[0].value}, but its {len(replies)} choices have {sum(known)} output "
+            "tokens: a choice is lost. If you dropped choices yourself, drop the usage, too."
+        )
+
+
+def _output_length(reply: Reply) -> int | None:
+    """Return the number of output tokens by the reply's ids, or by a count that it states; None if it has neither."""
+    ids = reply["output_token_ids"]
+    if ids is not None:
+        return len(as_token_ids(ids, source=reply.source))
+    return next((count.value for count in reply.counts if count.kind == "output"), None)
 
 
 def _indexed(reply: Any, source: Source, *, is_chunk: bool) -> list[tuple[int, Any]]:

@@ -256,8 +256,9 @@ def _report(trace: RoutingTrace, samples: Sequence[SampleRows]) -> None:
     if trace.token_ids is None and samples:
         warn(
             "no token ids",
-            "a trace without token ids: nothing proves that its rows are those of the tokens that a model runs. Have "
-            "the engine return ids, or pass token_ids=.",
+            "a trace without token ids: nothing proves that its rows are those of the tokens that a model runs, and replay "
+            'cannot find its rows by tokens. Send "return_token_ids": true with the request (vLLM; SGLang\'s OpenAI '
+            "endpoints), or pass the engine's own ids as token_ids=.",
             once=True,  # a trainer may decode sample by sample
         )
     if samples and _LOG.isEnabledFor(logging.INFO):

@@ -17,7 +17,7 @@ from typing import Any, Unpack
 
 import torch
 
-from megatron_router_replay.checks import check_withdrawn
+from megatron_router_replay.checks import check_withdrawn, shown
 from megatron_router_replay.engines.decoder import Decoder
 from megatron_router_replay.engines.model_info import ModelLike, as_model_info
 from megatron_router_replay.engines.options import DecodeOptions, SharedOptions, TokenIds
@@ -158,6 +158,8 @@ def join_prefill_decode(
     Raises:
         PayloadError: as `decode`; the replies have different prompts, or a prompt row is missing in the prefill reply.
     """
+    if not isinstance(engine, Decoder):
+        raise PayloadError(f"MRR101: engine={shown(engine)} must be a decoder, such as mrr.engines.vllm.")
     info = as_model_info(model)
     given = DecodeOptions(prompt_token_ids=prompt_token_ids, **options)
     prefill, decode = map(engine.read_one, (prefill_reply, decode_reply))

@@ -23,6 +23,7 @@ from megatron_router_replay.checks import as_integer, shown
 from megatron_router_replay.engines.options import DecodeOptions, WeightVersion
 from megatron_router_replay.engines.payload import Array, Source, as_token_ids
 from megatron_router_replay.engines.reader import Kind, Reply, StatedCount, get_field, is_count
+from megatron_router_replay.errors import PayloadError
 
 _NOUNS: dict[Kind, str] = {"prompt": "prompt tokens", "output": "output tokens", "all": "tokens"}
 
@@ -78,16 +79,27 @@ def resolve_tokens(reply: Reply, options: DecodeOptions) -> SampleTokens:
         counts.append(StatedCount("weight_versions[-1].end", "output", spans[-1].end))
     agreed = _agreed(counts, reply.source)
     if "all" not in agreed:
-        raise reply.source.error(
-            "MRR309: the number of tokens of these rows is unknown: pass token_ids=... (prompt and output), or "
-            "prompt_token_ids=... where the response has the output, or num_tokens=... if ids are unknown."
-        )
-    numbers = _version_numbers(spans, reply["weight_version"], options.weight_version, reply.source)
+        raise _missing_ids(reply)
+    numbers = _version_numbers(spans, reply["weight_version"], options.weight_version, reply)
     return SampleTokens(
         num_tokens=agreed["all"],
         num_prompt_tokens=agreed.get("prompt"),
         token_ids=ids,
         weight_version=_stamp(numbers, spans, agreed) if numbers else None,
+    )
+
+
+def _missing_ids(reply: Reply) -> PayloadError:
+    """Return the error of a reply that says neither its ids nor their number."""
+    if reply["output_token_ids"] is not None:
+        come, advice = "with the ids of the output alone", "pass the prompt that you sent as prompt_token_ids=..."
+    else:
+        come, advice = "without token ids", "pass the engine's own ids as token_ids=... (prompt and output)"
+    # The request comes first: a text that is tokenized again may have other ids, as many and not the same.
+    if reply.request_fields.token_ids:
+        advice = f"send {reply.request_fields.token_ids} with the request, or {advice}"
+    return reply.source.error(
+        f"MRR309: comes {come}, so the tokens of its rows are unknown: {advice}. Never tokenize its text again."
     )
 
 
@@ -128,7 +140,7 @@ def _agreed(counts: Sequence[StatedCount], source: Source) -> dict[Kind, int]:
         if first.value != count.value:
             raise source.error(
                 f"MRR309: {count.name}={count.value}, but {first.value} {_NOUNS[count.kind]} by {first.name}: these "
-                "are not the tokens that the engine counted. Is a chunk of the stream lost, or a BOS token?"
+                "are not the tokens that the engine counted. Is a chunk of the stream lost, a choice, or a BOS token?"
             )
     return {kind: count.value for kind, count in known.items()}
 
@@ -170,7 +182,7 @@ def _read_spans(value: Any, source: Source) -> list[WeightSpan]:
 
 
 def _version_numbers(
-    spans: Sequence[WeightSpan], name: Any, given: WeightVersion | None, source: Source
+    spans: Sequence[WeightSpan], name: Any, given: WeightVersion | None, reply: Reply
 ) -> dict[str, int]:
     """Return the number of each version that the reply names, or the number of all tokens; {} where none is known.
 
@@ -182,16 +194,22 @@ def _version_numbers(
         PayloadError: the reply's versions changed and `given` is one number that is none of them, or they cannot be
             numbers; a name that is not in the mapping.
     """
-    names = list(dict.fromkeys(span.version for span in spans))
+    source, names = reply.source, list(dict.fromkeys(span.version for span in spans))
     numbers: dict[str, int] = {}
     if isinstance(given, Mapping):
         # A name without spans is of all tokens, if the caller maps it to a number.
         names = names or ([name] if isinstance(name, str) else [])
-        missing = [name for name in names if name not in given]
-        if missing or not names:
+        if not names:
+            field = reply.request_fields.weight_versions
+            advice = f"Send {field} with the request, or pass" if field else "Pass"
             raise source.error(
-                f"MRR313: weight_version names {sorted(map(str, given))[:8]}, but the reply was made by "
-                f"{missing or 'weights that it does not name'}."
+                f"MRR313: weight_version names {sorted(map(str, given))[:8]}, but the reply was made by weights that it does "
+                f"not name. {advice} your number of the only version, weight_version=17."
+            )
+        if missing := [name for name in names if name not in given]:
+            raise source.error(
+                f"MRR313: weight_version names {sorted(map(str, given))[:8]}, but the reply was made by {missing}: give "
+                "your number of each version that it names."
             )
         numbers = {name: given[name] for name in names}
     elif given is not None and len(names) <= 1:

@@ -19,15 +19,20 @@ def replacing(path: Path) -> Iterator[Path]:
     """Yield the path of a temporary file, which takes the name `path` at the end.
 
     A process that is killed leaves the old file or the new one, and perhaps the temporary file. A symbolic link stays: the
-    file that it leads to is replaced.
+    file that it leads to is replaced, and its mode is kept.
+
+    Raises:
+        StoreError: the name is that of a folder, a device, a pipe or a socket, or there is no folder for it.
     """
     path = Path(os.path.realpath(path))
     check_regular(path)
+    if not path.parent.is_dir():
+        raise StoreError(f"MRR501: there is no folder {path.parent}: make it first.")
     temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
-        # safetensors 0.8 makes files that only their owner can read: they get the mode of any new file instead.
+        # safetensors 0.8 makes files that only their owner can read: a new one gets the mode of any new file instead.
         temporary.touch()
-        mode = temporary.stat().st_mode
+        mode = (path if path.exists() else temporary).stat().st_mode
         temporary.unlink()
         yield temporary
         temporary.chmod(mode)
@@ -60,5 +65,6 @@ def naming(path: Path, verb: str) -> Iterator[None]:
     """Raise errors of the body as a StoreError that names the file and the attempt, as in "cannot save x.safetensors"."""
     try:
         yield
-    except (OSError, ValueError, SafetensorError, StoreError, TraceError) as error:
+    # torch raises RuntimeError where a file cannot be mapped.
+    except (OSError, ValueError, RuntimeError, SafetensorError, StoreError, TraceError) as error:
         raise StoreError(f"MRR501: cannot {verb} {path}: {error}") from error

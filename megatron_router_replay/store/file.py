@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -125,14 +126,26 @@ def map_trace(path: Path) -> RoutingTrace:
 
 def read_header(path: Path) -> TraceHeader:
     """Return the header of a trace file, whose checksum was compared; errors as of `map_trace`."""
-    check_regular(path)
-    with safe_open(path, "pt") as file:
+    with _open(path) as file:
         return _header(file)[0]
 
 
-def _read(path: Path, *, copy: bool) -> RoutingTrace:
+@contextmanager
+def _open(path: Path) -> Iterator[Any]:
+    """Open a safetensors file, which a save may replace meanwhile."""
     check_regular(path)
-    with safe_open(path, "pt") as file:
+    with path.open("rb") as file:
+        head = file.read(9)  # a length of 8 bytes, and the brace of a JSON object
+        if len(head) == 9 and head[8:] != b"{":
+            raise StoreError("MRR501: it is no safetensors file, and so no trace file.")
+        # safetensors opens a file twice, by its name: both times it is the file of this descriptor.
+        descriptor = Path(f"/proc/self/fd/{file.fileno()}")
+        with safe_open(descriptor if descriptor.exists() else path, "pt") as opened:
+            yield opened
+
+
+def _read(path: Path, *, copy: bool) -> RoutingTrace:
+    with _open(path) as file:
         header, checksums = _header(file)
         values = {}
         for name, like in header.empty(0).items():

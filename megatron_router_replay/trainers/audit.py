@@ -1,18 +1,23 @@
-"""Is the trainer's own replay right? What its routers used is compared, by tokens, with the rollout's routes.
+"""Compare what routers used with a rollout's routes, by tokens, while a replay of anybody's decides.
 
-    MRR_AUDIT=1        log each pass's counts, and the first wrong decision of each pass
+    with mrr.audit(model_chunks, trace) as findings:    around your own replay
+        forward_backward(microbatches)
+    print(findings)
+
+    MRR_AUDIT=1        this, around each pass of a trainer that replays, with a line in its log
     MRR_AUDIT=raise    raise at the end of a pass that has a wrong decision
 
-The trainer's replay stays in charge, and the run does not change: hooks read the tokens that a chunk gets and the routing
-maps that leave its routers. There is no session.
+The run does not change: hooks read the tokens that a chunk gets and the experts that its routers chose. There is no session.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
+import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,36 +30,45 @@ from megatron_router_replay.errors import LayoutError, ReplayStateError
 from megatron_router_replay.layout.split import rows_for_router
 from megatron_router_replay.mcore.batches.follow import Follower, with_index
 from megatron_router_replay.mcore.batches.inputs import read_inputs
-from megatron_router_replay.mcore.model.find import find_routers, unwrap
+from megatron_router_replay.mcore.batches.segments import Partition
+from megatron_router_replay.mcore.model.find import Models, as_chunks, find_routers, unwrap
 from megatron_router_replay.trace import RoutingTrace
+from megatron_router_replay.trainers.seams import bind
 
 _LOG = logging.getLogger(__name__)
+
+DROPS = "apply_router_token_dropping"
+"""Megatron-Core's function that takes the tokens above an expert's capacity out of a router's map."""
 
 
 @dataclass(kw_only=True)
 class Findings:
-    """Decisions of one pass on this rank, by their kind.
+    """Counts of decisions on this rank, complete when the block of `audit` has ended.
+
+    A decision is a token in a layer. It is wrong if other experts were chosen than in the rollout, in any order.
 
     Args:
-        right, wrong: decisions (a token in a layer) with the rollout's experts, and with different ones.
-        without_route: decisions of tokens that the rollout has no route of, or several in samples with equal tokens, and of
+        compared, wrong: decisions of forwards whose token has a route, and the wrong ones among them.
+        recomputed, recomputed_wrong: the same of recomputes.
+        without_route: decisions of forwards whose token has no route, or has several in samples with equal tokens, and of
             padding.
-        recomputed, recomputed_wrong: decisions of recomputes with a route, and those with other experts than the rollout's.
         not_found: forwards with tokens of no sample, or with more or fewer rows in a router, and routers that ran outside of
             a forward of their model; they were not compared.
         first: the first wrong decision, in words; "": there is none.
     """
 
-    right: int = 0
+    compared: int = 0
     wrong: int = 0
-    without_route: int = 0
     recomputed: int = 0
     recomputed_wrong: int = 0
+    without_route: int = 0
     not_found: int = 0
     first: str = ""
 
     def __str__(self) -> str:
-        text = f"{self.wrong} of {self.right + self.wrong} decisions wrong, {self.without_route} without a route"
+        text = f"{self.wrong} of {self.compared} decisions wrong, {self.without_route} without a route"
+        if not self.compared:
+            text = f"nothing was compared, {self.without_route} decisions without a route"
         if self.recomputed:
             text += f"; of recomputes {self.recomputed_wrong} of {self.recomputed} wrong"
         if self.not_found:
@@ -63,37 +77,58 @@ class Findings:
 
 
 @contextmanager
-def compared(chunks: Sequence[nn.Module], trace: RoutingTrace, options: Mapping[str, Any]) -> Iterator[Findings]:
-    """Compare the routing maps of a pass with a trace; the findings are counted when the block ends.
+def audit(
+    model_chunks: Models,
+    trace: RoutingTrace,
+    *,
+    padding_token_ids: Sequence[int] | None = None,
+    cp_partition_mode: Partition | None = None,
+) -> Iterator[Findings]:
+    """Compare the experts that routers use with a trace, by tokens.
+
+    Nothing is changed: Megatron-Core's RouterReplay, a replay of your own or the live router decides. Put the block around
+    the forwards and backwards of a step, because recomputes are taken to run in the order of the forwards before them.
 
     Args:
-        chunks: the model's chunks on this rank.
+        model_chunks: the model or all of its chunks on this rank. Each chunk's forward gets its tokens as `input_ids`, on
+            every pipeline stage; a forward without them is counted in `not_found`.
         trace: the rollout's routes.
-        options: of `mrr.replay`.
+        padding_token_ids, cp_partition_mode: as for `mrr.replay`.
+
+    Yields:
+        Findings of this rank, counted when the block ends, which waits for the device once. A block that raises has none.
     """
+    chunks, trace = as_chunks(model_chunks), _comparable(trace)
     findings = Findings()
     follower = Follower(
         trace,
-        padding_token_ids=options.get("padding_token_ids"),
-        cp_partition_mode=options.get("cp_partition_mode"),
+        padding_token_ids=padding_token_ids,
+        cp_partition_mode=cp_partition_mode,
         check=_raise_at_once,
     )
     watched = [_WatchedChunk(chunk, trace, follower, findings) for chunk in chunks]
-    handles = [handle for each in watched for handle in each.add_hooks()]
-    try:
+    with ExitStack() as stack:
+        for each in watched:
+            for handle in each.add_hooks():
+                stack.callback(handle.remove)
+            stack.enter_context(each.watching_drops())
         yield findings
-    finally:
-        for handle in handles:
-            handle.remove()
     for each in watched:
         each.count()
 
 
-def comparable(trace: RoutingTrace) -> RoutingTrace:
+def _comparable(trace: RoutingTrace) -> RoutingTrace:
     """Return a trace without the routes in which samples with equal tokens differ.
 
-    The tokens of a forward do not say which of these samples it holds, and the trainer replays each one's own routes.
+    The tokens of a forward do not say which of these samples it holds, and a replay by position takes each one's own routes.
     """
+    if "comparable" not in trace.derived:  # once for all passes of a rollout
+        trace.derived["comparable"] = _without_doubtful_routes(trace)
+    comparable: RoutingTrace = trace.derived["comparable"]
+    return comparable
+
+
+def _without_doubtful_routes(trace: RoutingTrace) -> RoutingTrace:
     assert trace.token_ids is not None
     begins: dict[tuple[int, ...], list[int]] = {}
     ids, begin = trace.token_ids.tolist(), 0
@@ -116,6 +151,8 @@ class _WatchedChunk:
         self._routers = [found for found in find_routers(chunk) if not found.is_mtp]
         self._rows: Tensor | None = None  # of the forward that runs now, as the routers see them; None: not found
         self._is_entered = False  # a forward runs now, so its rows were found, or counted as not found
+        self._has_backward = True  # so recomputes may follow
+        self._chosen: Tensor | None = None  # by the router that runs now, before Megatron-Core drops tokens
         self._decisions: list[tuple[str, bool, Tensor, Tensor, Tensor]] = []
 
     def add_hooks(self) -> list[Any]:
@@ -133,11 +170,29 @@ class _WatchedChunk:
             handles.append(found.router.register_forward_hook(routed))
         return handles
 
+    @contextmanager
+    def watching_drops(self) -> Iterator[None]:
+        """Keep what routers with a capacity choose: their output is the map of what is left."""
+        routers = [found.router for found in self._routers if _has_capacity(found.router)]
+        # Trainers replace the routing function by a copy of theirs, which has names of its own.
+        scopes = [vars(sys.modules[type(router).__module__]) for router in routers]
+        scopes += [inspect.unwrap(type(router).routing).__globals__ for router in routers]
+        with ExitStack() as stack:
+            for scope in {id(scope): scope for scope in scopes if DROPS in scope}.values():
+                original = scope[DROPS]
+                stack.callback(scope.__setitem__, DROPS, original)
+                scope[DROPS] = partial(self._drop, original)
+            yield
+
+    def _drop(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self._chosen = bind(original, *args, **kwargs).arguments["routing_map"]
+        return original(*args, **kwargs)
+
     def _entered(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Find the rows of a forward's tokens."""
         if _in_backward():
             return
-        self._is_entered = True
+        self._is_entered, self._has_backward = True, torch.is_grad_enabled()
         try:
             inputs, index = read_inputs(module, args, kwargs), self._trace.derived["index"]
             rows = self._follower.find(module, inputs, index, "audit").rows
@@ -157,23 +212,27 @@ class _WatchedChunk:
 
     def _left(self, *_: Any) -> None:
         """Forget the rows of a forward that ends: routers that run after it have tokens of their own."""
-        self._rows, self._is_entered = None, False
+        self._rows, self._is_entered, self._has_backward = None, False, True
 
     def _routed(
         self, layer_number: int, forwards: deque[Tensor | None], router: nn.Module, args: Any, output: Any
     ) -> None:
         """Compare a router's map with the rollout's routes. `forwards` are the rows of its forwards so far."""
-        is_recompute, used = _in_backward(), output[1].bool()
+        is_recompute, used = _in_backward(), output[1]
+        if _has_capacity(router):
+            used, self._chosen = self._chosen, None
         if is_recompute:
             # Backwards, and so recomputes, of a chunk run in the order of its forwards.
             rows = forwards.popleft() if forwards else None
         else:
             rows = self._rows
-            forwards.append(rows)
-        if rows is None or len(rows) != len(used):
+            if self._has_backward:
+                forwards.append(rows)
+        if rows is None or used is None or len(rows) != len(used):
             is_known = is_recompute or self._is_entered
             self._findings.not_found += rows is not None or not is_known
             return
+        used = used.bool()
         at_trace = rows.clamp(min=0)
         has_route = ((rows >= 0) & self._trace.replay_mask[at_trace]).to(used.device)
         expected = self._trace.layer(layer_number)[at_trace].to(used.device, torch.int64)
@@ -194,7 +253,7 @@ class _WatchedChunk:
                 findings.recomputed += right + wrong
                 findings.recomputed_wrong += wrong
             else:
-                findings.right += right
+                findings.compared += right + wrong
                 findings.wrong += wrong
                 findings.without_route += without_route
             if wrong and not findings.first:
@@ -209,6 +268,11 @@ class _WatchedChunk:
 def _raise_at_once(condition: Any, message: str, detail: Callable[[], str] | None = None) -> None:
     if bool(condition):
         raise LayoutError(message if detail is None else detail())
+
+
+def _has_capacity(router: nn.Module) -> bool:
+    config: Any = router.config
+    return config.moe_expert_capacity_factor is not None
 
 
 def _in_backward() -> bool:

@@ -10,7 +10,7 @@ import importlib
 from typing import Any
 
 from megatron_router_replay.trainers import replayer
-from megatron_router_replay.trainers.seams import Seam, hook
+from megatron_router_replay.trainers.seams import Seam, bind, hook
 
 FIELD = "rollout_routed_experts"
 BASE = "miles.utils.replay_base"
@@ -26,8 +26,10 @@ STAGE = Seam(
 )
 REGISTER = Seam(BASE, "BaseReplayManager.register_to_module", "self module")
 TOPK = Seam(BASE, "BaseReplayManager.get_topk_fn", "self old_topk_fn")
-STEP = Seam("miles.backends.megatron_utils.model", "train_one_step", words="loss_reduced")
-SEAMS = (FILL, STAGE, REGISTER, TOPK, STEP)
+MODEL = "miles.backends.megatron_utils.model"
+STEP = Seam(MODEL, "train_one_step", words="loss_reduced get_forward_backward_func")
+FORWARD = Seam(MODEL, "forward_only", words="get_forward_backward_func")
+SEAMS = (FILL, STAGE, REGISTER, TOPK, STEP, FORWARD)
 
 
 def init(args: Any, **options: Any) -> None:
@@ -41,7 +43,8 @@ def init(args: Any, **options: Any) -> None:
         return
     replayer.install_by_flags("miles", args, replays, options)
     hook(FILL, _fill)
-    hook(STEP, replayer.add_metrics)
+    hook(STEP, replayer.run_training_step)
+    hook(FORWARD, replayer.run_forward_only)
     hook(STAGE)
     hook(REGISTER, _register)
     hook(TOPK, _choose_topk)
@@ -56,14 +59,15 @@ def replays() -> bool:
     return bool(_manager().stage != "fallthrough")
 
 
-def _fill(original: Any, *, rollout_data: Any, data_key: str, models: Any, **others: Any) -> None:
-    if data_key == FIELD:
-        replay = replayer.active()
-        replay.enter(models, lambda: replayer.samples_of(FILL, rollout_data, FIELD))
+def _fill(original: Any, *args: Any, **kwargs: Any) -> Any:
+    given, replay = bind(original, *args, **kwargs).arguments, replayer.active()
+    if given["data_key"] == FIELD:
+        rollout_data = given["rollout_data"]
+        replay.enter(given["models"], lambda: replayer.samples_of(FILL, rollout_data, FIELD), are_trained=True)
         if not replay.audits:
             del rollout_data[FIELD]
-            return
-    original(rollout_data=rollout_data, data_key=data_key, models=models, **others)
+            return None
+    return original(*args, **kwargs)
 
 
 def _is_off(manager: Any) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_router_replay.errors import PayloadError
 from megatron_router_replay.trainers import replayer, token_layers
-from megatron_router_replay.trainers.seams import Seam, hook, take, when_imported
+from megatron_router_replay.trainers.seams import Seam, bind, hook, take, when_imported
 
 FIELD = "routed_experts"
 DRIVER = Seam(
@@ -29,10 +29,11 @@ BATCH = Seam("nemo_rl.models.megatron.data", "get_microbatch_iterator", "data")
 PASS = Seam(
     "nemo_rl.models.megatron.train",
     "megatron_forward_backward",
-    "model use_router_replay",
+    "model forward_only use_router_replay",
     words="get_forward_backward_func",
 )
-SEAMS = (DRIVER, BATCH, PASS)
+STATISTICS = Seam("nemo_rl.models.megatron.train", "aggregate_training_statistics", words="all_mb_metrics")
+SEAMS = (DRIVER, BATCH, PASS, STATISTICS)
 
 
 _newest: dict[str, Any] = {}
@@ -40,6 +41,10 @@ _newest: dict[str, Any] = {}
 
 _options: dict[str, Any] = {}
 """Of `mrr.replay`, as the newest `install` got them."""
+
+
+_step: list[dict[str, float]] = []
+"""Metrics of the training passes of the step that runs now; a SingleController's step has several."""
 
 
 def install(**options: Any) -> None:
@@ -54,13 +59,15 @@ def install(**options: Any) -> None:
     when_imported(PASS.module, lambda module: replayer.install("NeMo-RL", None, options))
     hook(BATCH, _keep_batch)
     hook(PASS, _run_pass)
+    hook(STATISTICS, _add_metrics)
 
 
 # ---- the driver
-def _add_masks(original: Any, message_logs: Any, *args: Any, **kwargs: Any) -> Any:
+def _add_masks(original: Any, *args: Any, **kwargs: Any) -> Any:
+    message_logs = bind(original, *args, **kwargs).arguments["message_logs"]
     # The mask that this function adds to a message shows that its ids were added by an earlier call.
     new = [(i, log) for i, log in enumerate(message_logs) if not any("token_loss_mask" in each for each in log)]
-    result = original(message_logs, *args, **kwargs)  # newer ones add rows of -1 where a message has no routes
+    result = original(*args, **kwargs)  # newer ones add rows of -1 where a message has no routes
     for i, log in new:
         _add_tokens(log, sample=i)
     return result
@@ -83,29 +90,44 @@ def _add_tokens(message_log: list[dict[str, Any]], *, sample: int) -> None:
 
 
 # ---- the workers
-def _keep_batch(original: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
-    _newest["batch"] = data
+def _keep_batch(original: Any, *args: Any, **kwargs: Any) -> Any:
+    call = bind(original, *args, **kwargs)
+    data = _newest["batch"] = call.arguments["data"]
     if FIELD in data:  # NeMo-RL's own code gets routes as it has them, without ids
-        data = copy.copy(data)
+        call.arguments["data"] = data = copy.copy(data)
         data[FIELD] = token_layers.without(data[FIELD])
-    return original(data, *args, **kwargs)
+    return original(*call.args, **call.kwargs)
 
 
-def _run_pass(original: Any, model: Any, *args: Any, use_router_replay: bool = False, **kwargs: Any) -> Any:
-    if not use_router_replay:
-        return original(model, *args, **kwargs)
-    replay = replayer.active()
-    replay.enter(model, lambda: _samples(_newest["batch"]))
+def _run_pass(original: Any, *args: Any, **kwargs: Any) -> Any:
+    call, replay = bind(original, *args, **kwargs), replayer.active()
+    given = call.arguments
+    if not given["use_router_replay"]:
+        return original(*args, **kwargs)
+    replay.enter(given["model"], lambda: _samples(_newest["batch"]))
     replay.options = {"padding_token_ids": _padding_tokens(_newest["batch"]), **_options}
+    given["use_router_replay"] = replay.audits  # without the flag, NeMo-RL sets no targets of its own
     with replay.in_pass("replay"):
-        # Without the flag, NeMo-RL sets no targets of its own.
-        results = original(model, *args, use_router_replay=replay.audits, **kwargs)
-    if not kwargs.get("forward_only"):
-        from megatron.core import parallel_state
-
-        # NeMo-RL adds up the micro-batches of all data-parallel ranks.
-        replay.report(results, parts=len(results) * parallel_state.get_data_parallel_world_size())
+        results = original(*call.args, **call.kwargs)
+    if not given["forward_only"]:
+        _step.append(replay.metrics)
     return results
+
+
+def _add_metrics(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Add the mean of a step's passes to its statistics.
+
+    Not to the metrics of micro-batches, which `train` and `finish_train_step` (a SingleController's) scale differently.
+    """
+    from megatron.core import parallel_state
+
+    statistics = original(*args, **kwargs)
+    for name in {name: None for metrics in _step for name in metrics}:
+        values = [metrics[name] for metrics in _step if name in metrics]
+        # NeMo-RL's driver adds up the lists of all data-parallel ranks, and each rank has the metrics of all.
+        statistics[0][name] = [sum(values) / len(values) / parallel_state.get_data_parallel_world_size()]
+    _step.clear()
+    return statistics
 
 
 def _samples(batch: Any) -> tuple[list[Tensor], list[Tensor]]:

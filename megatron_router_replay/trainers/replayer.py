@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,7 +27,7 @@ from torch import nn
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, PayloadError, ReplayStateError, RouterReplayError
 from megatron_router_replay.trace import RoutingTrace
-from megatron_router_replay.trainers.seams import Seam, hook, take
+from megatron_router_replay.trainers.seams import Seam, bind, hook, take
 
 if TYPE_CHECKING:
     from megatron_router_replay.trainers.audit import Findings
@@ -36,6 +37,7 @@ _LOG = logging.getLogger(__name__)
 SCHEDULES = Seam("megatron.core.pipeline_parallel.schedules", "get_forward_backward_func")
 
 LastToken = Literal["unrouted", "routed"]
+PassKind = Literal["forward-only", "training"]
 Samples = Callable[[], tuple[Sequence[Any], Sequence[Any]]]
 
 
@@ -50,7 +52,8 @@ class TrainerReplay:
 
     Attributes:
         audits: MRR_AUDIT is set, so the trainer's own replay stays in charge.
-        metrics: of the newest pass that replayed, over all ranks; see `SessionReport.metrics`.
+        metrics: of the newest pass that replayed, over all ranks; see `SessionReport.metrics`. {}: no pass replayed these
+            samples yet.
         findings: of each pass that was audited.
         kind: of the pass that runs now, where a hook marks it; "": none is marked.
     """
@@ -66,9 +69,13 @@ class TrainerReplay:
         self.findings: list[Findings] = []
         self._trace: RoutingTrace | None = None
         self._num_unused = 0  # samples that came in and that no pass replayed yet
+        self._are_trained = False  # only a training pass uses these samples
+        self._num_passes: Counter[PassKind] = Counter()  # that replayed, or were audited
 
     # ---- samples
-    def enter(self, chunks: Any, samples: Samples, *, last_token: LastToken = "unrouted") -> None:
+    def enter(
+        self, chunks: Any, samples: Samples, *, last_token: LastToken = "unrouted", are_trained: bool = False
+    ) -> None:
         """Take the samples that all passes replay from now on.
 
         A collective over all ranks of the job, as the passes are.
@@ -78,45 +85,88 @@ class TrainerReplay:
             samples: returns (tokens, routes), one of each for a sample: [T] and [T or T - 1, layers, topk] integers, of all
                 layers or of the MoE layers; a row of -1 has no route. Called here, so that all ranks get its errors.
             last_token: "routed": a forward ran the last token too, as a recording has it; an engine does not run it.
+            are_trained: these samples are those of a rollout, so a training pass replays them before the next ones come in.
 
         Raises:
-            ReplayStateError: samples came in before, and no pass replayed them.
+            As `enter_trace`.
+        """
+        self.enter_trace(lambda: make_trace(chunks, *samples(), last_token), are_trained=are_trained)
+
+    def enter_trace(self, make: Callable[[], RoutingTrace], *, are_trained: bool = False) -> None:
+        """Take the trace that all passes replay from now on; see `enter`.
+
+        Args:
+            make: returns the trace. Called here, so that all ranks get its errors.
+            are_trained: as in `enter`.
+
+        Raises:
+            ReplayStateError: samples came in before, and no pass, or no training pass, replayed them.
             LayoutError, PayloadError, SeamError, TraceError: the routes do not fit the tokens or the model; a PayloadError on
                 ranks where they do. An audit logs these errors, unless MRR_AUDIT=raise.
         """
         error: Exception | None = None
-        self._trace, trace = None, None
+        num_unused, needed = self._num_unused, "training pass" if self._are_trained else "pass"
+        # Before anything raises: no pass may replay, and no log may show, what belongs to an earlier rollout.
+        self._trace, self.metrics, self._num_unused, trace = None, {}, 0, None
         try:
-            if self._num_unused:
-                raise ReplayStateError(
-                    f"MRR809: {self._num_unused} samples came in with routes, and no pass replayed them before the next "
-                    f"ones: the switch of this {self.trainer} is not the known one, or it runs a schedule of its own."
+            if num_unused:
+                self._complain(
+                    f"{num_unused} samples came in with routes, and no {needed} replayed them before the next ones"
                 )
-            tokens, routes = samples()
-            trace = make_trace(chunks, tokens, routes, last_token)
-            if self.audits:
-                from megatron_router_replay.trainers.audit import comparable
-
-                trace = comparable(trace)
+            trace = make()
         except Exception as caught:  # whatever it is, the other ranks must not wait for this one
             error = caught
         error = error_of_all(error)
         if error is None:
             assert trace is not None, "without an error there is one"
             self._trace, self._num_unused = trace, len(trace.sequence_lengths or ())
+            self._are_trained = are_trained
         elif self._raises or not isinstance(error, RouterReplayError):
             raise error
         else:
             _LOG.warning("audit of %s's replay: the samples cannot be compared: %s", self.trainer, error)
 
+    @property
+    def has_samples(self) -> bool:
+        """Whether the newest samples came in with routes; under an audit, with routes that can be compared."""
+        return self._trace is not None
+
     @contextmanager
     def in_pass(self, kind: Literal["replay", "record"]) -> Iterator[None]:
-        """Mark the passes inside the block."""
+        """Mark the passes inside the block.
+
+        Raises:
+            ReplayStateError: none ran that should replay.
+        """
         self.kind = kind
         try:
-            yield
+            with self.must_replay() if kind == "replay" else nullcontext():
+                yield
         finally:
             self.kind = ""
+
+    @contextmanager
+    def must_replay(self, kind: PassKind | None = None) -> Iterator[None]:
+        """Raise at the end of the block if no pass replayed inside; under an audit, if none was audited.
+
+        Args:
+            kind: of the pass that must be among them; None: any.
+        """
+
+        def num_passes() -> int:
+            return self._num_passes.total() if kind is None else self._num_passes[kind]
+
+        before = num_passes()
+        yield
+        if num_passes() == before:
+            self._complain(f"samples came in with routes, and a {kind or 'marked'} pass did not replay them")
+
+    def _complain(self, message: str) -> None:
+        """Raise because a pass did not replay; an audit logs it, unless MRR_AUDIT=raise."""
+        message += f": the switch of this {self.trainer} is not the known one, or it runs a schedule of its own."
+        if self._raises:
+            raise ReplayStateError(f"MRR809: {message}")
+        _LOG.warning("audit of %s's replay: %s", self.trainer, message)
 
     # ---- passes
     def run(self, schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -126,11 +176,14 @@ class TrainerReplay:
         chunks = as_chunks(kwargs["model"])
         around: AbstractContextManager[None]
         if self.replays():
-            self._num_unused = 0  # also where the pass raises: a trainer may catch it and take the next rollout
-            forward_only = bool(kwargs.get("forward_only"))
-            around = self._audit(chunks, forward_only=forward_only) if self.audits else self._replay(chunks)
+            kind: PassKind = "forward-only" if kwargs.get("forward_only") else "training"
+            self._num_passes[kind] += 1
+            # Also where the pass raises: a trainer may catch it and take the next rollout.
+            if kind == "training" or not self._are_trained:
+                self._num_unused = 0
+            around = self._audit(chunks, kind) if self.audits else self._replay(chunks)
         else:
-            around = nullcontext() if self.audits else checked_not_driven(chunks, self.trainer)
+            around = nullcontext() if self.audits else refuse_driven_routers(chunks, self.trainer)
         with around:
             return schedule(*args, **kwargs)
 
@@ -145,25 +198,30 @@ class TrainerReplay:
         if not dist.is_initialized() or dist.get_rank() == 0:
             line = f"{report.rows_replayed} replayed, {report.rows_live} live, {report.rows_padding} padding"
             agreement = self.metrics.get("router_replay/agreement")
-            _LOG.info("router replay: %s", line if agreement is None else f"{line}; agreement {agreement:.0%}")
+            _LOG.info(
+                "router replay: %s", line if agreement is None else f"{line}; agreement {agreement:.0%} beyond chance"
+            )
 
     @contextmanager
-    def _audit(self, chunks: Sequence[nn.Module], *, forward_only: bool) -> Iterator[None]:
+    def _audit(self, chunks: Sequence[nn.Module], kind: PassKind) -> Iterator[None]:
         if self._trace is None:  # the samples could not be compared
             yield
             return
-        from megatron_router_replay.trainers.audit import compared
+        from megatron_router_replay.trainers.audit import audit
 
-        with compared(chunks, self._trace, self.options) as findings:
+        layout = {
+            name: self.options[name] for name in ("padding_token_ids", "cp_partition_mode") if name in self.options
+        }
+        with audit(chunks, self._trace, **layout) as findings:
             yield
         self.findings.append(findings)
-        kind, is_wrong = "forward-only" if forward_only else "training", findings.wrong or findings.recomputed_wrong
+        is_wrong = findings.wrong or findings.recomputed_wrong
         message = f"audit of {self.trainer}'s replay, {kind} pass {len(self.findings)}: {findings}"
         if is_wrong and self._raises:
             raise ReplayStateError(f"MRR811: {message}.")
         _LOG.log(logging.WARNING if is_wrong else logging.INFO, "%s", message)
 
-    def report(self, results: Sequence[Any], *, parts: int = 1) -> None:
+    def add_metrics(self, results: Sequence[Any], *, parts: int = 1) -> None:
         """Add the newest pass's metrics to a trainer's own dicts of metrics.
 
         Args:
@@ -216,7 +274,7 @@ def error_of_all(error: Exception | None) -> Exception | None:
 
 
 @contextmanager
-def checked_not_driven(chunks: Sequence[nn.Module], trainer: str) -> Iterator[None]:
+def refuse_driven_routers(chunks: Sequence[nn.Module], trainer: str) -> Iterator[None]:
     """Raise in a forward of a chunk one of whose routers is driven by a RouterReplay."""
 
     def check(chunk: nn.Module, args: Any) -> None:
@@ -298,18 +356,38 @@ def _run_schedules(get_schedule: Any, *args: Any, **kwargs: Any) -> Any:
     return run
 
 
-def add_metrics(train_one_step: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run slime's or miles' `train_one_step`, which returns its metrics first."""
-    result = train_one_step(*args, **kwargs)
+def run_training_step(train_one_step: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run slime's or miles' `train_one_step`, which returns its metrics first.
+
+    Raises:
+        ReplayStateError: samples came in with routes, and no training pass replayed them in this step.
+    """
+    replay = active()
+    if not replay.has_samples:  # a critic's step
+        return train_one_step(*args, **kwargs)
+    with replay.must_replay("training"):
+        result = train_one_step(*args, **kwargs)
     if result[0]:  # empty on pipeline stages that log nothing
-        active().report(result[:1])
+        replay.add_metrics(result[:1])
     return result
 
 
-def lay_out(original: Any, input_ids: Any, *args: Any, pre_process: bool = True, **kwargs: Any) -> Any:
+def run_forward_only(forward_only: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run slime's or miles' `forward_only`, which must replay where their switch says so.
+
+    Raises:
+        ReplayStateError: it did not.
+    """
+    replay = active()
+    with replay.must_replay("forward-only") if replay.replays() else nullcontext():
+        return forward_only(*args, **kwargs)
+
+
+def give_every_stage_tokens(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Give the tokens of a micro-batch of SkyRL or verl to every pipeline stage of a marked pass.
 
     Their code lays tokens out only on the first stage (`pre_process`); here later stages find their rows by them.
     """
-    is_marked = is_installed() and active().kind != ""
-    return original(input_ids, *args, pre_process=pre_process or is_marked, **kwargs)
+    call = bind(original, *args, **kwargs)
+    call.arguments["pre_process"] |= is_installed() and active().kind != ""
+    return original(*call.args, **call.kwargs)

@@ -83,6 +83,13 @@ def take(seam: Seam, data: Any, *fields: str) -> tuple[Any, ...]:
     return tuple(data[name] for name in fields)
 
 
+def bind(function: Callable[..., Any], *args: Any, **kwargs: Any) -> inspect.BoundArguments:
+    """Return a call's arguments by name, with the function's defaults, so that a hook may have any signature."""
+    call = inspect.signature(function).bind(*args, **kwargs)
+    call.apply_defaults()
+    return call
+
+
 def hook(seam: Seam, around: Callable[..., Any] | None = None) -> None:
     """Make calls of a seam's function calls of around(function, ...), as soon as its module is imported.
 

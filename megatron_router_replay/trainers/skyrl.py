@@ -7,8 +7,8 @@ padding of tokens. Megatron-Core is not imported before SkyRL imports it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_router_replay.errors import PayloadError
 from megatron_router_replay.trainers import replayer, token_layers
-from megatron_router_replay.trainers.seams import Seam, hook, take, when_imported
+from megatron_router_replay.trainers.seams import Seam, bind, hook, take, when_imported
 
 FIELD = "rollout_expert_indices"
 WORKERS = "skyrl.backends.skyrl_train"
@@ -53,18 +53,21 @@ def install(**options: Any) -> None:
     # SkyRL pads with 0 where it lays a micro-batch out.
     options = {"padding_token_ids": [0], **options}
     when_imported(FORWARD.module, lambda module: replayer.install("SkyRL", None, options))
-    hook(FORWARD, partial(_run_pass, trains=False))
-    hook(TRAINING, partial(_run_pass, trains=True))
+    hook(FORWARD, _run_forward)
+    hook(TRAINING, _run_training)
     for seam in LAYOUTS:
-        hook(seam, replayer.lay_out)
+        hook(seam, replayer.give_every_stage_tokens)
 
 
 # ---- the driver
-def _convert(original: Any, self: Any, generator_output: Any, *args: Any, **kwargs: Any) -> Any:
-    if generator_output.get(FIELD) is not None:
-        eos_token_id = getattr(getattr(self, "tokenizer", None), "eos_token_id", None)
-        generator_output = {**generator_output, FIELD: _with_tokens(generator_output, eos_token_id)}
-    return original(self, generator_output, *args, **kwargs)
+def _convert(original: Any, *args: Any, **kwargs: Any) -> Any:
+    call = bind(original, *args, **kwargs)
+    output = call.arguments["generator_output"]
+    if output.get(FIELD) is not None:
+        tokenizer = getattr(call.arguments["self"], "tokenizer", None)
+        routes = _with_tokens(output, getattr(tokenizer, "eos_token_id", None))
+        call.arguments["generator_output"] = {**output, FIELD: routes}
+    return original(*call.args, **call.kwargs)
 
 
 def _with_tokens(generator_output: Any, eos_token_id: int | None) -> list[Any]:
@@ -87,18 +90,28 @@ def _with_tokens(generator_output: Any, eos_token_id: int | None) -> list[Any]:
 
 
 # ---- the workers
-def _run_pass(original: Any, self: Any, micro_batches: Any, *args: Any, trains: bool, **kwargs: Any) -> Any:
+def _run_forward(original: Any, *args: Any, **kwargs: Any) -> Any:
+    return _run_pass(bind(original, *args, **kwargs), original, trains=False)
+
+
+def _run_training(original: Any, *args: Any, **kwargs: Any) -> Any:
+    return _run_pass(bind(original, *args, **kwargs), original, trains=True)
+
+
+def _run_pass(call: inspect.BoundArguments, original: Any, *, trains: bool) -> Any:
+    """Run a pass of SkyRL's wrapper, whose micro-batches have routes if it replays."""
+    self, micro_batches = call.arguments["self"], call.arguments["micro_batches"]
     if all(batch.get(FIELD) is None for batch in micro_batches):
-        return original(self, micro_batches, *args, **kwargs)
+        return original(*call.args, **call.kwargs)
     replay = replayer.active()
     replay.enter(self.actor_module, lambda: _samples(micro_batches, trains=trains))
     # SkyRL's own replay gets no routes; under an audit it gets them as it has them, without ids.
     own = token_layers.without if replay.audits else lambda values: None
-    batches = [{**batch, FIELD: own(batch[FIELD])} for batch in micro_batches]
+    call.arguments["micro_batches"] = [{**batch, FIELD: own(batch[FIELD])} for batch in micro_batches]
     with replay.in_pass("replay"):
-        results = original(self, batches, *args, **kwargs)
+        results = original(*call.args, **call.kwargs)
     if isinstance(results, list):
-        replay.report(results)  # SkyRL takes the mean
+        replay.add_metrics(results)  # SkyRL takes the mean
     return results
 
 

@@ -10,7 +10,7 @@ import os
 from typing import Any
 
 from megatron_router_replay.trainers import replayer
-from megatron_router_replay.trainers.seams import Seam, hook
+from megatron_router_replay.trainers.seams import Seam, bind, hook
 
 FIELD = "rollout_routed_experts"
 ACTOR = "slime.backends.megatron_utils.actor"
@@ -26,8 +26,10 @@ STAGE = Seam(
     words="fill_routing_replay ROUTING_REPLAY_STAGE fallthrough replay_forward replay_backward",
 )
 REGISTER = Seam("slime.utils.routing_replay", "register_routing_replay", words="ENABLE_ROUTING_REPLAY")
-STEP = Seam("slime.backends.megatron_utils.model", "train_one_step", words="loss_reduced")
-SEAMS = (FILL, STAGE, REGISTER, STEP)
+MODEL = "slime.backends.megatron_utils.model"
+STEP = Seam(MODEL, "train_one_step", words="loss_reduced get_forward_backward_func")
+FORWARD = Seam(MODEL, "forward_only", words="get_forward_backward_func")
+SEAMS = (FILL, STAGE, REGISTER, STEP, FORWARD)
 
 
 def init(args: Any, **options: Any) -> None:
@@ -43,7 +45,8 @@ def init(args: Any, **options: Any) -> None:
     if not replay.audits:
         os.environ["ENABLE_ROUTING_REPLAY"] = "0"
     hook(FILL, _fill)
-    hook(STEP, replayer.add_metrics)
+    hook(STEP, replayer.run_training_step)
+    hook(FORWARD, replayer.run_forward_only)
     hook(STAGE)
     hook(REGISTER)
 
@@ -53,10 +56,10 @@ def replays() -> bool:
     return os.environ.get("ROUTING_REPLAY_STAGE", "fallthrough") != "fallthrough"
 
 
-def _fill(original: Any, self: Any, data_iterator: Any, num_microbatches: Any, rollout_data: Any) -> None:
-    replay = replayer.active()
-    replay.enter(self.model, lambda: replayer.samples_of(FILL, rollout_data, FIELD))
+def _fill(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    replay, rollout_data = replayer.active(), bind(original, self, *args, **kwargs).arguments["rollout_data"]
+    replay.enter(self.model, lambda: replayer.samples_of(FILL, rollout_data, FIELD), are_trained=True)
     if replay.audits:
-        original(self, data_iterator, num_microbatches, rollout_data)
-    else:
-        del rollout_data[FIELD]
+        return original(self, *args, **kwargs)
+    del rollout_data[FIELD]
+    return None

@@ -31,7 +31,7 @@ import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, PayloadError, ReplayStateError, SeamError
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trainers import replayer, token_layers
-from megatron_router_replay.trainers.seams import Seam, hook, when_imported
+from megatron_router_replay.trainers.seams import Seam, bind, hook, when_imported
 
 ENGINE = "verl.workers.engine.megatron.transformer_impl"
 INIT = Seam(ENGINE, "MegatronEngine.__init__", "self model_config engine_config optimizer_config checkpoint_config")
@@ -97,14 +97,16 @@ def _with_tokens(postprocess: Any, output: Any, *args: Any, **kwargs: Any) -> An
     return postprocess(output, *args, **kwargs)
 
 
-def _count_balance(original: Any, routed_experts: Any, *args: Any, **kwargs: Any) -> Any:
+def _count_balance(original: Any, *args: Any, **kwargs: Any) -> Any:
+    call = bind(original, *args, **kwargs)
+    routed_experts = call.arguments["routed_experts"]
     if routed_experts is not None and token_layers.are_in(routed_experts):
-        routed_experts = token_layers.without(routed_experts)
-    return original(routed_experts, *args, **kwargs)
+        call.arguments["routed_experts"] = token_layers.without(routed_experts)
+    return original(*call.args, **call.kwargs)
 
 
 # ---- the engine
-def _construct(original: Any, self: Any, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
+def _construct(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """Make verl's engine; with R2 or R3, its own replay is off, and its passes are those of `_run_pass`.
 
     Raises:
@@ -113,15 +115,17 @@ def _construct(original: Any, self: Any, model_config: Any, engine_config: Any, 
     """
     from verl.utils.device import get_device_name
 
+    call = bind(original, self, *args, **kwargs)
+    model_config, engine_config = call.arguments["model_config"], call.arguments["engine_config"]
     mode, critic = mode_of(engine_config), importlib.import_module(ENGINE).MegatronEngineWithValueHead
     # On devices other than GPUs (NPUs), the engine is verl's own.
     if mode == "disabled" or isinstance(self, critic) or get_device_name() != "cuda":
-        original(self, model_config, engine_config, *args, **kwargs)
+        original(self, *args, **kwargs)
         return
     hook(PASS, _run_pass)
     for seam in LAYOUTS:
         importlib.import_module(seam.module)
-        hook(seam, replayer.lay_out)
+        hook(seam, replayer.give_every_stage_tokens)
     replay = replayer.install("verl", None, options)
     packs_inside = hasattr(model_config.hf_config, "vision_config")
     for name, is_set, why in (
@@ -132,11 +136,12 @@ def _construct(original: Any, self: Any, model_config: Any, engine_config: Any, 
         if is_set:
             raise ReplayStateError(f"MRR806: router_replay.mode={mode} cannot be exact with {name}: {why}.")
     off = replace(engine_config, router_replay=replace(engine_config.router_replay, mode="disabled"))
-    original(self, model_config, off, *args, **kwargs)
+    call.arguments["engine_config"] = off
+    original(*call.args, **call.kwargs)
     self.engine_config, self.mrr_mode = engine_config, mode  # verl changes this configuration later
 
 
-def _run_pass(original: Any, self: Any, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
+def _run_pass(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Run `forward_backward_batch`; a marked batch is replayed, or recorded (R2, no routes yet, forward_only).
 
     Raises:
@@ -147,7 +152,8 @@ def _run_pass(original: Any, self: Any, data: Any, loss_function: Any, forward_o
     from megatron.core.transformer.moe.router import TopKRouter
     from verl.utils import tensordict_utils as tu
 
-    run = partial(original, self, data, loss_function, forward_only=forward_only)
+    run, given = partial(original, self, *args, **kwargs), bind(original, self, *args, **kwargs).arguments
+    data, forward_only = given["data"], given["forward_only"]
     mode = getattr(self, "mrr_mode", "disabled")
     marked = mode != "disabled" and tu.get_non_tensor_data(data, key="enable_routing_replay", default=None)
     if marked is None:

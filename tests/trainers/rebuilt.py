@@ -14,14 +14,16 @@ def register_routing_replay(router):
     "slime/backends/megatron_utils/model.py": """
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+def forward_only(run):
+    return run(get_forward_backward_func(), forward_only=True)
+
 def train_one_step(run):
     loss_reduced = {"loss": run(get_forward_backward_func(), forward_only=False)}
     return loss_reduced, 0.0
 """,
     "slime/backends/megatron_utils/actor.py": """
 import os
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from .model import train_one_step
+from .model import forward_only, train_one_step
 
 class MegatronTrainRayActor:
     def fill_routing_replay(self, data_iterator, num_microbatches, rollout_data):
@@ -31,7 +33,7 @@ class MegatronTrainRayActor:
         self.fill_routing_replay([], [], rollout_data)
         for stage in ("fallthrough", "replay_forward"):
             os.environ["ROUTING_REPLAY_STAGE"] = stage
-            run(get_forward_backward_func(), forward_only=True)
+            forward_only(run)
         os.environ["ROUTING_REPLAY_STAGE"] = "replay_backward"
         return train_one_step(run)[0]
 """,
@@ -58,15 +60,17 @@ def fill_replay_data(*, models, rollout_data, data_key):
     "miles/backends/megatron_utils/model.py": """
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+def forward_only(run):
+    return run(get_forward_backward_func(), forward_only=True)
+
 def train_one_step(run):
     loss_reduced = {"loss": run(get_forward_backward_func(), forward_only=False)}
     return loss_reduced, 0.0, "normal"
 """,
     "miles/backends/megatron_utils/actor.py": """
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from miles.utils.replay_base import routing_replay_manager
 from ..training_utils.replay_data import fill_replay_data
-from .model import train_one_step
+from .model import forward_only, train_one_step
 
 class MegatronTrainRayActor:
     def train_actor(self, rollout_data, run):
@@ -76,7 +80,7 @@ class MegatronTrainRayActor:
         assert routing_replay_manager.get_topk_fn(max, return_probs=True) is max
         for stage in ("fallthrough", "replay_forward"):
             routing_replay_manager.stage = stage
-            run(get_forward_backward_func(), forward_only=True)
+            forward_only(run)
         routing_replay_manager.stage = "replay_backward"
         return train_one_step(run)[0]
 """,
@@ -99,16 +103,26 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 def megatron_forward_backward(model, run, forward_only=False, use_router_replay=False):
     assert not use_router_replay, "NeMo-RL's own replay is on"
     return [{"loss": each} for each in run(get_forward_backward_func(), forward_only=forward_only)]
+
+def aggregate_training_statistics(all_mb_metrics, losses, data_parallel_group):
+    return {"loss": [metrics["loss"] for metrics in all_mb_metrics]}, sum(losses)
 """,
     "nemo_rl/models/policy/workers/megatron_policy_worker.py": """
 from nemo_rl.models.megatron.data import get_microbatch_iterator
-from nemo_rl.models.megatron.train import megatron_forward_backward
+from nemo_rl.models.megatron.train import aggregate_training_statistics, megatron_forward_backward
 
-def train(model, data, run):
+def log_probs(model, data, run):
     for use_router_replay in (False, True):
         get_microbatch_iterator(data, {})
         megatron_forward_backward(model, run, forward_only=True, use_router_replay=use_router_replay)
-    return megatron_forward_backward(model, run, use_router_replay=True)[0]
+
+def train(model, data, run, num_chunks=1):
+    all_mb_metrics = []
+    for _ in range(num_chunks):
+        get_microbatch_iterator(data, {})
+        all_mb_metrics += megatron_forward_backward(model, run, use_router_replay=True)
+    all_mb_metrics = [{name: value / 52 for name, value in metrics.items()} for metrics in all_mb_metrics]
+    return aggregate_training_statistics(all_mb_metrics, losses=[], data_parallel_group=None)[0]
 """,
 }
 
@@ -150,7 +164,7 @@ class MegatronModelWrapper:
 
     def forward_backward_mini_batch(self, micro_batches, run):
         assert all(batch["rollout_expert_indices"] is None for batch in micro_batches)
-        # sequences, attention_mask, loss_mask
+        assert {"sequences", "attention_mask", "loss_mask"} <= set(micro_batches[0])
         return [{"loss": each} for each in run(get_forward_backward_func(), forward_only=False)]
 """,
 }

@@ -157,11 +157,11 @@ def test_the_audit_of_a_trainers_own_replay_counts_what_the_oracle_counts(case, 
     for (_, *parts), findings in ranks:
         for each, part in zip(findings, parts, strict=True):  # log-probs, training
             forward = [sum(part[name][i] for name in ("no grad", "train")) for i in range(2)]
-            assert [each.right + each.wrong, each.wrong] == forward
+            assert [each.compared, each.wrong] == forward
             assert (each.recomputed, each.recomputed_wrong) == part["recompute"]
             assert each.not_found == 0
-        right["log-probs"] += findings[0].right
-        right["training"] += findings[1].right
+        right["log-probs"] += findings[0].compared - findings[0].wrong
+        right["training"] += findings[1].compared - findings[1].wrong
         first += [findings[0].first] if findings[0].first else []
     planted = plants * layout.world_size  # one on each rank
     assert 138 - planted - right["log-probs"] in wrong

@@ -28,7 +28,7 @@ from dataclasses import replace
 from megatron_router_replay.engines.decoder import Decoder
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.engines.payload import as_array, decode_base64, parse_int32, read_start
-from megatron_router_replay.engines.reader import FIELDS, Reply
+from megatron_router_replay.engines.reader import FIELDS, Reply, RequestFields
 from megatron_router_replay.engines.rows import RowLayout, all_layers
 from megatron_router_replay.engines.tokens import SampleTokens
 
@@ -74,6 +74,8 @@ sglang = Decoder(
     keep_all="Use /generate, or send return_meta_info=true to the chat endpoint, which brings routes with each choice.",
     rows=_rows,
     corrected=_with_stub,
-    setup="Start the server with --enable-return-routed-experts and send return_routed_experts=true with each request.",
+    setup="Start the server with --enable-return-routed-experts and send return_routed_experts=true with each request. "
+    "SGLang's Rust server (SGLANG_RUST_SERVER=1) carries no routes: start it without.",
+    request_fields=RequestFields(token_ids='"return_token_ids": true (OpenAI endpoints)'),
 )
 """SGLang; see the module."""

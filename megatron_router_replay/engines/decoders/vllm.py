@@ -8,7 +8,8 @@ S tokens are P of the prompt and G generated, L hidden layers, Lm of them MoE.
 - 0.21: `prompt_routed_experts` [P, Lm, topk] on the response and `routed_experts` [G - 1, or G with MTP, Lm, topk] on each
   choice, int16 or nested lists. Models with first_k_dense_replace have L columns, of which the first Lm are the MoE layers
   in order and the rest are zero. One array alone is never read as 0.21's: `engines.array` names its layers.
-- 0.32: `weight_versions`, the weights that sampled each part of the output.
+- 0.32: `weight_versions`, the weights that sampled each part of the output; from 0.33 on, completions and chat have them only
+  with `return_weight_versions`.
 - prime-rl's server sends a dict of raw bytes (`payload.parse_tensor`) in the same place; verifiers keeps it in each step.
 
 Not detectable: ids of the right number that are not the engine's, where the reply has none of its own (a plain array;
@@ -35,7 +36,7 @@ from megatron_router_replay.engines.payload import (
     parse_npy,
     parse_tensor,
 )
-from megatron_router_replay.engines.reader import FIELDS, Reply
+from megatron_router_replay.engines.reader import FIELDS, Reply, RequestFields
 from megatron_router_replay.engines.rows import RowLayout, all_layers
 from megatron_router_replay.engines.tokens import SampleTokens
 
@@ -95,7 +96,11 @@ vllm = Decoder(
     },
     streams=True,
     rows=_rows,
-    setup="Start vLLM with --enable-return-routed-experts; completions and chat streams never carry it (use stream=False or "
-    "/inference/v1/generate).",
+    setup="Start vLLM with --enable-return-routed-experts. Completions and chat streams never carry routes (use stream=False "
+    "or /inference/v1/generate), and vLLM's Rust front end sends them on /inference/v1/generate alone.",
+    request_fields=RequestFields(
+        token_ids='"return_token_ids": true',
+        weight_versions='"return_weight_versions": true (completions and chat of vLLM 0.33)',
+    ),
 )
 """vLLM; see the module."""

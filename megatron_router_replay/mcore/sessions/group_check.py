@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_router_replay.errors import ReplayStateError
-from megatron_router_replay.mcore.sessions import agreement
 from megatron_router_replay.mcore.sessions.report import share_of
+from megatron_router_replay.mcore.sessions.verdict import judge
 
 _LOG = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Numbers(NamedTuple):
         at_fault: this rank raises in any case.
         chunks: model chunks with routers that take micro-batches.
         rows_replayed, rows_live, rows_padding: as in the report.
-        options: of a replay, the same on all ranks: balance, min_replayed, min_agreement; None: a recording.
+        options: of a replay, the same on all ranks: balance, min_replayed, min_agreement, wrong_routes; None: a recording.
         num_rows: the highest row that a recording queued, plus 1.
         agreement: see `agreement.Agreement.numbers`.
     """
@@ -57,6 +57,7 @@ class GroupResult:
         at_fault: ranks that raise errors of their own.
         left: ranks that left their block by an exception, or could not open their session.
         num_rows: of a recording, over all ranks.
+        wrong_rows: see `verdict.Verdict`.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -64,6 +65,7 @@ class GroupResult:
     at_fault: list[int] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
     num_rows: int = 0
+    wrong_rows: dict[str, list[list[int]]] = field(default_factory=dict)
 
     def problems_of(self, rank: int, *, at_fault: bool) -> list[str]:
         """Return the errors that a rank raises, in addition to its own."""
@@ -183,16 +185,22 @@ def _result(numbers_of_rank: Mapping[int, Numbers | None]) -> GroupResult:
         return GroupResult(left=left)
     problems: list[str] = []
     warnings: list[str] = []
+    wrong_rows: dict[str, list[list[int]]] = {}
     if options := next((each.options for each in everyone.values() if each.options), None):
-        _, min_replayed, min_agreement = options
+        _, min_replayed, min_agreement, wrong_routes = options
         agreements = [each.agreement for each in everyone.values() if each.agreement]
-        disagreements, warnings = agreement.judge(agreements, min_agreement)
-        problems = judge_replay(everyone, min_replayed) + disagreements
+        wrong, warnings, wrong_rows = judge(agreements, min_agreement)
+        problems = judge_replay(everyone, min_replayed)
+        if wrong_routes == "warn":
+            warnings = wrong or warnings
+        else:
+            problems += wrong
     return GroupResult(
         problems=problems,
         warnings=[] if problems else warnings,
         at_fault=[rank for rank, numbers in everyone.items() if numbers.at_fault],
         num_rows=max(numbers.num_rows for numbers in everyone.values()),
+        wrong_rows=wrong_rows,
     )
 
 
@@ -204,7 +212,9 @@ def judge_replay(everyone: Mapping[int, Numbers], least: float | None) -> list[s
     """
     numbers = list(everyone.values())
     if len({json.dumps(each.options) for each in numbers}) > 1:
-        return ["ranks replay with different balance=, min_replayed= or min_agreement=: give them all the same."]
+        return [
+            "ranks replay with different balance=, min_replayed=, min_agreement= or wrong_routes=: give them all the same."
+        ]
     ranks = "this rank" if len(numbers) == 1 else f"{len(numbers)} ranks"
     replayed, live, padding = (
         sum(getattr(each, name) for each in numbers) for name in ("rows_replayed", "rows_live", "rows_padding")

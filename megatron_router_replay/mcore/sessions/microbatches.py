@@ -247,6 +247,9 @@ class Microbatches:
             rows_repeated=_sum_counts("repeated", chunks),
             segments_ambiguous=_sum_counts("ambiguous", chunks),
             agreement=None if agreement is None else agreement.report(),
+            wrong_rows=None
+            if agreement is None or self.result is None
+            else agreement.wrong_rows(self.result.wrong_rows),
             **_row_counts(chunks),
         )
 

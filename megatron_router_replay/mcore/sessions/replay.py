@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -37,6 +37,8 @@ from megatron_router_replay.trace import RoutingTrace
 
 _LOG = logging.getLogger(__name__)
 
+WrongRoutes = Literal["raise", "warn"]
+
 _WITHDRAWN = dict.fromkeys(
     ("expert_bias", "aux_loss"), "Megatron-Core counts by itself, and balance='off' leaves both out of a session."
 ) | {
@@ -53,7 +55,8 @@ class TraceRoutes(Strategy):
         routers: of the session.
         chunks: those that take micro-batches.
         trace: of the session.
-        balance, min_replayed, min_agreement, ask_every_layer, padding_token_ids, cp_partition_mode: see `replay`.
+        balance, min_replayed, min_agreement, wrong_routes: see `replay`.
+        ask_every_layer, padding_token_ids, cp_partition_mode: see `replay`.
 
     Raises:
         TraceError: the trace is of another model, or without some of its layers.
@@ -70,13 +73,15 @@ class TraceRoutes(Strategy):
         balance: Balance,
         min_replayed: float | None,
         min_agreement: float,
+        wrong_routes: WrongRoutes,
         ask_every_layer: bool,
         padding_token_ids: Sequence[int] | None,
         cp_partition_mode: Partition | None,
     ) -> None:
         super().__init__()
         self._trace, self._states = trace, routers.states
-        self._balance, self._min_replayed, self._min_agreement = balance, min_replayed, min_agreement
+        self._min_replayed = min_replayed
+        self._options = [balance, min_replayed, min_agreement, wrong_routes]
         # Sizes before layers: for a trace of another model, the error names the reason and not a missing layer.
         for state in routers.states.values():
             if state.chunk is not None:
@@ -101,9 +106,9 @@ class TraceRoutes(Strategy):
                 topk=int(replayed[0].topk),
                 num_experts=int(replayed[0].num_experts),
                 num_layers=len(replayed),
-                least=min_agreement,
                 every_layer=ask_every_layer,
                 rank=routers.rank,
+                trace=trace,
             )
 
     # ---- rows into the trace
@@ -179,6 +184,7 @@ class TraceRoutes(Strategy):
             routes=LayerRoutes(take_rows(trace.topk_indices, gathered_rows, chunk.device)),
             live_positions=live_positions,
             live_mask=device_mask,
+            rows=router_rows,
             replay_mask=None if replay_mask is None else to_device(replay_mask, chunk.device),
             token_ids=None if expected is None else to_device(expected, chunk.device),
             batch_rows=None if expected is None else to_device(rows, chunk.device),
@@ -251,7 +257,15 @@ class TraceRoutes(Strategy):
                 assert self.agreement is not None, "a layer is checked"
                 assert state.chunk is not None, "it takes micro-batches"
                 number = state.found.layer_number
-                self.agreement.add(microbatch, state.chunk, number, own, used, microbatch.replay_mask)
+                self.agreement.add(
+                    microbatch,
+                    state.chunk,
+                    number,
+                    scores=request.scores,
+                    live=own,
+                    replayed=used,
+                    counts=microbatch.replay_mask,
+                )
             if live_mask is not None:
                 return torch.where(live_mask.unsqueeze(1), own, used)
         if microbatch.live_positions is not None:
@@ -268,7 +282,7 @@ class TraceRoutes(Strategy):
     def numbers(self) -> dict[str, Any]:
         """Return the options that all ranks must share, and the agreement."""
         return {
-            "options": [self._balance, self._min_replayed, self._min_agreement],
+            "options": self._options,
             "agreement": None if self.agreement is None else self.agreement.numbers(),
         }
 
@@ -283,6 +297,7 @@ def replay(
     verify: bool = False,
     min_replayed: float | None = None,
     min_agreement: float = 0.25,
+    wrong_routes: WrongRoutes = "raise",
     ask_every_layer: bool = False,
     group: dist.ProcessGroup | None = None,
     balance: Balance = "megatron",
@@ -315,10 +330,11 @@ def replay(
             replayed. 0: a session also ends in order if nothing ran, or if all tokens are padding; it still raises if no
             token had a route. 1: every row has a route, or the session raises. With routes on a GPU this avoids a live top-k
             in every router, which is taken if the host cannot see whether all rows have one, or which are padding.
-        min_agreement: how far the live router must agree with the replayed routes: 1 means the same experts, 0 no more of
-            them than by chance. One layer of each micro-batch takes its live top-k, without a host sync, and the group
-            judges layers and samples when the session ends. 0.5 is strict. 0 turns the check off, for routes that belong
-            to a different model on purpose.
+        min_agreement: how far the live router must agree with the replayed routes in each layer: 1 means the same experts, 0
+            no more of them than by chance. One layer of each micro-batch takes its live scores, without a host sync. When the
+            session ends, the group judges layers, and blocks of rows whose experts are far from the live choice. 0.5 is
+            strict. 0 turns all of it off, for routes that belong to a different model on purpose.
+        wrong_routes: "raise", or "warn" for a run that may not stop. Both leave the rows in `session.report.wrong_rows`.
         ask_every_layer: take the live top-k of all layers in every micro-batch.
         group: the ranks that are judged together when the session ends; all of them must have such a session. None: every
             rank of the job. The others do not wait for a rank that raised inside its block.
@@ -344,6 +360,8 @@ def replay(
 
     def make(group_check: GroupCheck) -> Session:
         _check_shares(shares)
+        if wrong_routes not in get_args(WrongRoutes):
+            raise TraceError(f"MRR101: wrong_routes={wrong_routes!r} must be 'raise' or 'warn'.")
         loaded = _loaded(trace, model_chunks)
         routers = SessionRouters(model_chunks, verify=verify, balance=balance)
         chunks = make_chunks(routers, "routes")
@@ -354,6 +372,7 @@ def replay(
             balance=balance,
             min_replayed=min_replayed,
             min_agreement=min_agreement,
+            wrong_routes=wrong_routes,
             ask_every_layer=ask_every_layer,
             padding_token_ids=padding_token_ids,
             cp_partition_mode=cp_partition_mode,

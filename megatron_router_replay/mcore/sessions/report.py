@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypedDict, cast
 
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_router_replay.checks import warn
-from megatron_router_replay.mcore.sessions.agreement import LiveAgreement, add_up
+from megatron_router_replay.mcore.sessions.agreement import LiveAgreement
+from megatron_router_replay.mcore.sessions.verdict import add_up
 from megatron_router_replay.tables import Table
 
 _LOG = logging.getLogger(__name__)
@@ -60,6 +62,8 @@ class SessionReport:
         decisions: (row, layer) pairs by treatment; pairs that were not counted are missing.
         flips_of_layer: layer number -> how many of its recomputed decisions would have chosen different experts.
         agreement: of the live router with the replayed routes; None: they were not compared.
+        wrong_rows: [num_tokens] bool, rows of this rank's trace that any rank of the group found wrong, for
+            `trace.without_routes(report.wrong_rows)`; None: the session is open, or nothing was compared.
         counted_at: layer number and tensor-parallel replica of the routers that counted rows and micro-batches, and this
             rank's number among those with parts of the same micro-batches; None: this rank has no such routers.
     """
@@ -77,6 +81,7 @@ class SessionReport:
     decisions: Decisions = field(default_factory=Decisions)
     flips_of_layer: Mapping[int, int] = field(default_factory=dict)
     agreement: LiveAgreement | None = None
+    wrong_rows: Tensor | None = field(default=None, compare=False)
     counted_at: tuple[int, int, int] | None = None
 
     @property
@@ -112,7 +117,7 @@ class SessionReport:
 
         A collective: every rank of the group calls it. A row counts once, however many pipeline stages and tensor-parallel
         ranks route it, and a micro-batch once, however many ranks share it: the lowest of them count for all. Routers,
-        forwards, recomputes and decisions are added up.
+        forwards, recomputes and decisions are added up. `wrong_rows` stays that of this rank's trace.
 
         Args:
             group: that of the session; None: all ranks of the job.
@@ -120,8 +125,8 @@ class SessionReport:
         if not dist.is_initialized():
             return self
         reports: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(reports, self, group=group)
-        return _add_up(reports)
+        dist.all_gather_object(reports, replace(self, wrong_rows=None), group=group)
+        return replace(_add_up(reports), wrong_rows=self.wrong_rows)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the counts and shares as a dict.
@@ -129,7 +134,8 @@ class SessionReport:
         `agreement` is four numbers, where it was measured.
         """
         # `counted_at` is for `reduce` alone: it is a place, not a count.
-        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "counted_at"}
+        left_out = ("counted_at", "wrong_rows")
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in left_out}
         agreement = values.pop("agreement")
         values |= {f"decisions_{name}": count for name, count in values.pop("decisions").items()}
         values["flips_of_layer"] = dict(self.flips_of_layer)
@@ -243,16 +249,12 @@ def _agreement_of(parts: Sequence[tuple[LiveAgreement, bool]]) -> LiveAgreement 
     if not parts:
         return None
     layers = add_up(item for each, _ in parts for item in each.layers.items())
-    lowest = [(each.least_sample, each.least_place) for each, _ in parts if each.least_sample is not None]
-    least_sample, least_place = min(lowest, default=(None, ""))
     return LiveAgreement(
         layers=dict(sorted(layers.items())),
         # Ranks of a stage have the same layers, and each stage different ones; a layer may not have been compared yet.
         num_layers=max(len(layers), *(each.num_layers for each, _ in parts)),
-        least_sample=least_sample,
-        least_place=least_place,
-        samples=sum(each.samples for each, counts in parts if counts),
-        samples_not_judged=sum(each.samples_not_judged for each, counts in parts if counts),
+        block=max(each.block for each, _ in parts),
+        rows_apart=sum(each.rows_apart for each, _ in parts),
     )
 
 

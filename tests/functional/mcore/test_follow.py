@@ -116,7 +116,8 @@ def follow(layout: ParallelSizes, kind: str, raw_stages: bool) -> int:
         return run_schedule(chunks, layout, microbatches, **options), gradients(chunks)
 
     partition = {"cp_partition_mode": "contiguous"} if kind == CONTIGUOUS else {}
-    with watched(chunks) as seen, mrr.replay(chunks, trace, verify=True, **DRAWN, **partition) as session:
+    options = {"padding_token_ids": [0], **DRAWN, **partition}
+    with watched(chunks) as seen, mrr.replay(chunks, trace, verify=True, **options) as session:
         followed = run(forward_step=forward_step)
     wrong = wrong_replays(case, seen, trace, microbatches)
     assert seen["recompute"]
@@ -238,7 +239,8 @@ def replay_recorded(layout: ParallelSizes, path: str, kind: str) -> list[float]:
     recorded = {"order": [4, 0, 2, 1, 3, 5], "longest": CUT}
     microbatches = [batch(numbers, kind, layout, 0, **recorded) for numbers in ([3, 0, 5], [2, 1, 4])]
     trace = mrr.load_trace(path)
-    with watched(chunks) as seen, mrr.replay(chunks, trace, verify=True, **DRAWN) as session:
+    options = {"padding_token_ids": [0], **DRAWN}
+    with watched(chunks) as seen, mrr.replay(chunks, trace, verify=True, **options) as session:
         losses = run_schedule(chunks, layout, microbatches)
     assert session.report.rows_live == 0
     assert wrong_replays(Case(layout=layout), seen, trace, microbatches) == 0

@@ -74,7 +74,7 @@ def test_inspect_a_file_and_a_folder_of_steps(folder):
 
 
 def test_diff_exit_codes_json_and_page(folder):
-    assert "the traces are the same" in call("diff", "good.safetensors", "reordered.safetensors").output
+    assert "The traces are the same." in call("diff", "good.safetensors", "reordered.safetensors").output
     mrr.save_trace(mrr.load_trace("good.safetensors", rows=slice(0, 500)), "shorter.safetensors")
     assert "what both cover is the same" in call("diff", "good.safetensors", "shorter.safetensors", code=1).output
     call("diff", "good.safetensors", "shorter.safetensors", "--common")

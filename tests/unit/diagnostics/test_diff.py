@@ -21,6 +21,11 @@ def trace_of(indices, layer_numbers=None, num_experts=8, **values):
     return mrr.RoutingTrace(topk_indices=indices, layer_numbers=numbers, num_experts=num_experts, **values)
 
 
+def one_line(diff):
+    """The text without its line breaks."""
+    return " ".join(str(diff).split())
+
+
 def big_trace(num_tokens=600, **options):
     return make_trace(num_tokens, layer_numbers=(2, 3, 4, 5, 6), topk=2, num_experts=16, **options)
 
@@ -36,7 +41,7 @@ def test_counts_by_layer_and_position_are_those_counted_by_hand():
     assert diff.overlap_counts.tolist() == [[1, 0, 2], [0, 1, 2]]
     assert diff.other_order.tolist() == [1, 0]  # [4, 5] and [5, 4]
     assert diff.decisions_different == 2
-    assert diff.agreement_by_layer.tolist() == pytest.approx([2 / 3, 2 / 3])
+    assert diff.same_by_layer.tolist() == pytest.approx([2 / 3, 2 / 3])
     # Means of overlap: (2 + 2 + 0) / 6 and (2 + 2 + 1) / 6.
     assert re.findall(r"^ +([25]) +1 +66.67 % +(\S+) %", str(diff), re.M) == [("2", "66.67"), ("5", "83.33")]
     assert diff.rows_all_same == 1
@@ -46,7 +51,7 @@ def test_counts_by_layer_and_position_are_those_counted_by_hand():
     assert not diff.same
     assert not mrr.diff_traces(A, A)
     assert json.loads(json.dumps(diff.to_dict()))["decisions_different"] == 2
-    assert max(len(line) for line in str(diff).splitlines() if "exchange" not in line) <= 80
+    assert max(len(line) for line in str(diff).splitlines()) <= 80
 
 
 def test_the_first_decisions_that_differ_have_experts_and_tokens():
@@ -93,7 +98,7 @@ def test_rows_and_layers_of_one_trace_only_are_counted_not_compared():
     assert diff.decisions_different == 0
     assert not diff.same
     assert diff.same_in_common
-    assert str(diff).endswith("the traces differ in what they cover; what both cover is the same")
+    assert str(diff).startswith("The traces differ in what they cover; what both cover is the same.\n")
     dense = trace_of(torch.zeros(600, 0, 2, dtype=torch.uint8), num_experts=16)
     assert [str(fact) for fact in mrr.diff_traces(big_trace(), dense).facts] == [
         "no layer is in both: a has 2..6, b has none.",
@@ -156,14 +161,14 @@ def test_samples_without_an_equal_one_are_compared_by_their_number_or_counted():
     assert (diff.rows_compared, diff.rows_only_a, diff.rows_only_b, diff.decisions_different) == (20, 0, 1, 0)
     fewer = mrr.diff_traces(a, samples_of((4, 2)))
     assert (fewer.rows_compared, fewer.rows_only_a, fewer.decisions_different) == (10, 11, 0)
-    assert "samples 0..1, 3 of a have no equal in b" in str(fewer)
-    assert "11 rows of samples 0..1, 3 have a route in a and none in b." in str(fewer)
+    assert "samples 0..1, 3 of a have no equal in b" in one_line(fewer)
+    assert "11 rows of samples 0..1, 3 have a route in a and none in b." in one_line(fewer)
     one = mrr.diff_traces(a, samples_of((4,)))
     assert (one.rows_compared, one.rows_only_a, one.decisions_different) == (6, 15, 0)
     tokens = a.token_ids.clone()
     tokens[20] = 9
     diff = mrr.diff_traces(a, a._with(token_ids=tokens))
-    assert "1 of 21 rows hold a different token, first row 20." in str(diff)
+    assert "1 of 21 rows hold a different token, first row 20." in one_line(diff)
     assert not diff.same
 
 
@@ -233,7 +238,7 @@ def test_folders_of_a_store_and_of_loose_files(tmp_path):
     mrr.save_trace(trace, tmp_path / "loose" / "x.safetensors")
     diff = mrr.diff_traces(tmp_path / "store", trace, name_a="trainer", name_b="\x1b[31m")
     assert diff.same
-    assert str(diff).splitlines()[:2] == [
+    assert str(diff).splitlines()[1:3] == [
         f"trainer: {tmp_path / 'store'}, step 7, 2 files, weights 6..7",
         "\\x1b[31m: in memory, weights 6..7",
     ]
@@ -265,42 +270,75 @@ def exchange_one_expert(a, by_layer):
     return a._with(topk_indices=routes.to(torch.uint8))
 
 
+OPEN = "the routes alone do not say which; compare the weights first"
+ROUNDING = (
+    "That fits rounding (another precision, kernel or layout), and as well weights or a config that differ a little: "
+)
+
+
 @pytest.mark.parametrize(
-    ("by_layer", "words"),
+    ("by_layer", "words", "not_words"),
     [
-        ((0.0, 0.02, 0.04, 0.08, 0.1), "looks like rounding: 4.80 % of decisions differ, and all exchange one expert; "),
-        ((0.05, 0.05, 0.05, 0.05, 0.05), "looks like rounding: 5.00 % of decisions differ"),
-        ((0.05, 0.05, 0.05, 0.04, 0.04), "no rows or layers stand out: 4.60 % of decisions differ"),
-        ((0.1, 0.1, 0.1, 0.1, 0.1), "something between the embedding and layer 2 changed: weights, or this router: 10.00 %"),
-        ((0.01, 0.01, 0.01, 0.01, 0.1), "something between layer 5 and layer 6 changed: weights, or this router: 2.80 %"),
-        ((0.0, 0.0, 0.0, 0.05, 0.0), "something between layer 4 and layer 5 changed: weights, or this router: 1.00 %"),
-        ((0.0, 0.42, 0.40), "something between layer 2 and layer 3 changed: weights, or this router: "),
-        ((0.0, 0.35, 0.09), "0.00 % at most before layer 3, 35.00 % in it."),
+        ((0.02, 0.03, 0.04, 0.08, 0.1), f"no place stands out: 5.40 % of decisions differ, all of them by one expert; 20 of "
+         f"1,000 rows in layer 2, 100 in layer 6. {ROUNDING}{OPEN}", "something between"),
+        ((0.05, 0.05, 0.05, 0.04, 0.04), "no place stands out: 4.60 % of decisions differ", "something between"),
+        ((0.1, 0.1, 0.1, 0.1, 0.1), "something between the embedding and layer 2, or everywhere, differs: 100 of 1,000 rows "
+         "differ in layer 2, 100.00 % of them by one expert; 10.00 % of decisions differ, all of them by one expert. That "
+         "fits rounding (another precision, kernel or layout), weights or a config that differ a little, positions, or a "
+         f"random mask: {OPEN}", "no place"),
+        ((0.5, 0.5, 0.5, 0.5, 0.5), f"That fits weights, a config, positions, or a random mask: {OPEN}", "rounding"),
+        ((0.0, 0.02, 0.04, 0.08, 0.1), "something between layer 2 and layer 3 differs: 20 of 1,000 rows differ in layer 3, "
+         "100.00 % of them by one expert, and none in the layers below; 4.80 % of decisions differ, all of them by one "
+         "expert. That fits another precision or kernel, weights or a config of the experts of layer 2", "no place"),
+        ((0.01, 0.01, 0.01, 0.01, 0.1), "something between layer 5 and layer 6 differs: 100 of 1,000 rows differ in layer 6, "
+         "100.00 % of them by one expert, and 1.00 % at most in the layers below", "no place"),
+        ((0.0, 0.0, 0.0, 0.05, 0.0), "layer 5 alone differs, and later layers do not follow: 50 of 1,000 ", "between layer"),
+        ((0.0, 0.0, 0.0, 0.01, 0.0), "10 decisions differ, all of them by one expert: too few to show where they begin. "
+         f"{ROUNDING}{OPEN}", "alone differs"),
+        ((0.0, 0.42, 0.40), "something between layer 2 and layer 3 differs: ", "rounding"),
+        ((0.0, 0.35, 0.09), "something between layer 2 and layer 3 differs: ", "rounding"),
     ],
 )  # fmt: skip
-def test_rounding_begins_near_0_and_grows_and_a_jump_names_its_layers(by_layer, words):
+def test_where_differences_begin_and_the_causes_that_this_leaves(by_layer, words, not_words):
     a = make_trace(1000, layer_numbers=(2, 3, 4, 5, 6)[: len(by_layer)], topk=2, num_experts=16)
     diff = mrr.diff_traces(a, exchange_one_expert(a, by_layer))
-    assert diff.facts == ()
-    assert words in str(diff)
+    assert [fact for fact in diff.facts if fact.kind != "expert"] == []
+    assert words in diff.conclusion
+    assert not_words not in diff.conclusion
+    assert one_line(diff).startswith(f"The traces differ: {diff.conclusion.removeprefix('the traces differ: ')}")
 
 
 def test_whole_sets_that_flip_are_not_called_rounding():
     a = big_trace()
     flip = torch.rand(600, 5, 1, generator=torch.Generator().manual_seed(3)) < 0.04
     diff = mrr.diff_traces(a, a._with(topk_indices=torch.where(flip, big_trace(seed=4).topk_indices, a.topk_indices)))
-    assert "no rows or layers stand out: " in str(diff)
+    assert "no place stands out: " in diff.conclusion
+    assert "rounding" not in diff.conclusion
+    assert (
+        "That fits weights or a config that differ, a random mask, or different rows in a few places" in diff.conclusion
+    )
+
+
+def test_weights_of_different_versions_come_first():
+    a = make_trace(1000, layer_numbers=(2, 3, 4, 5, 6), topk=2, num_experts=16)
+    b = exchange_one_expert(a, (0.02, 0.03, 0.04, 0.08, 0.1))
+    six, seven = (
+        trace._with(weight_version=torch.full((1000,), v, dtype=torch.int32)) for trace, v in ((a, 6), (b, 7))
+    )
+    said = "the weights have different versions, 6 in a and 7 in b, which is enough to change routes"
+    assert said in mrr.diff_traces(six, seven).conclusion
+    assert "different versions" not in mrr.diff_traces(six, six._with(topk_indices=b.topk_indices)).conclusion
 
 
 def test_the_text_lists_the_layers_that_differ_most_and_counts_the_others():
     a = make_trace(200, layer_numbers=tuple(range(1, 13)), topk=2, num_experts=16, sequence_lengths=(120, 80))
-    text = str(mrr.diff_traces(a, a._with(topk_indices=a.topk_indices.roll(1, 0))))
+    diff = mrr.diff_traces(a, a._with(topk_indices=a.topk_indices.roll(1, 0)))
+    text = str(diff)
     words = (
         "fact: rows 1..199 (samples 0..1) of b match a's rows 0..198 (1 row earlier), in all layers: 2,388 of 2,388 "
     )
-    assert words in text
-    assert "  2 more layers differ less\n" in text
-    assert text.endswith("the traces differ")
+    assert words in one_line(diff)
+    assert text.endswith("  2 more layers differ less")
 
 
 def test_other_models_are_refused_and_empty_traces_are_the_same():
@@ -309,5 +347,5 @@ def test_other_models_are_refused_and_empty_traces_are_the_same():
     empty = trace_of(torch.zeros(0, 2, 2, dtype=torch.uint8))
     diff = mrr.diff_traces(empty, empty)
     assert diff.same
-    assert "the traces are the same" in str(diff)
-    assert diff.to_dict()["agreement_by_layer"] == [None, None]
+    assert str(diff).startswith("The traces are the same.\n")
+    assert diff.to_dict()["same_by_layer"] == [None, None]

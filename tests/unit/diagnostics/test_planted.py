@@ -227,5 +227,5 @@ def test_decisions_that_share_half_of_their_experts_are_not_near():
     pair, rows = noisy_pair(0.0, 2, 8), torch.arange(989)
     pair.a[:, 4] = torch.stack([rows % 4, (rows + 1) % 4], dim=1)
     pair.b[:, 4] = torch.stack([rows % 4, 4 + rows % 3], dim=1)
-    (fact,) = pair.diff().facts
+    fact = pair.diff().facts[0]
     assert (fact.kind, fact.layer_numbers, fact.decisions) == ("nothing", (6,), 989)

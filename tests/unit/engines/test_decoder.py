@@ -119,9 +119,14 @@ def test_a_trace_without_ids_is_warned_of_once(monkeypatch, recwarn):
     assert str(shown.message).startswith("a trace without token ids: nothing proves")
 
 
-def test_an_argument_that_is_no_model_says_which_is():
+def test_an_argument_that_is_no_model_says_which_is(tmp_path):
+    (tmp_path / "iter_0000010").mkdir()  # as Megatron-Core saves a checkpoint
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes([136, 0, 0, 0]))
     for model, message in (
         (torch.nn.Linear(1, 1), r"got Linear. A Megatron-Core model is read by mcore.routing_info"),
+        (tmp_path, r"MRR303: .*has no config.json. Give the Hugging Face folder .* Megatron-Core has none"),
+        (weights, r"MRR303: .*it is no JSON. Give the config.json"),
         ("Qwen/Qwen3-30B-A3B", r"no such file or folder here\. The id of a model on a hub is not looked up"),
     ):
         with pytest.raises(PayloadError, match=message):

@@ -2,6 +2,7 @@
 
 import base64
 import struct
+import warnings
 
 import numpy as np
 import pytest
@@ -71,6 +72,30 @@ TWELVE = [[[256, 770, 1284], [1798, 2312, 2826]]]  # the bytes 0, 1, ... 11 as <
 )
 def test_an_npy_file_is_three_axes_of_integers_as_numpy_saves_them(raw, expected):
     check(lambda: parse_npy(raw, source=SOURCE), expected)
+
+
+def test_every_damaged_byte_of_an_npy_header_is_refused_or_harmless():
+    """30,090 damages: each byte after the magic, with each other value."""
+    array = np.arange(66, dtype=np.uint8).reshape(11, 3, 2)
+    raw = bytearray(base64.b64decode(npy_base64(array)))
+    codes = set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # numpy warns of headers that Python 2 may have written
+        for place in range(10, 128):
+            right = raw[place]
+            for raw[place] in {*range(256)} - {right}:
+                codes.add(code_of(bytes(raw), array))
+            raw[place] = right
+    assert codes == {"MRR310", None}
+
+
+def code_of(raw, array):
+    """Return the code of the error of `parse_npy`, or None if it reads the array: other blanks, or signed bytes."""
+    try:
+        assert np.array_equal(parse_npy(raw, source=SOURCE), array)
+    except PayloadError as error:
+        return error.code
+    return None
 
 
 def check(read, expected):

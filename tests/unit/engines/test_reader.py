@@ -145,10 +145,59 @@ def test_choices_come_sorted_by_their_index(order):
             check(engine.decode_batch([chunks], model=MODEL, **given), 3)
 
 
-@pytest.mark.parametrize("indexes", [[0, 2], [1, 2], [0, 0], [0, None], [0, "1"], [False, True], [0, -1], [10**9000]])
-def test_an_index_that_is_lost_doubled_or_no_place_raises(indexes):
+@pytest.mark.parametrize("indexes", [[0, 0], [0, None], [0, "1"], [False, True], [0, -1], [10**9000]])
+def test_an_index_that_is_doubled_or_no_place_raises(indexes):
     choices = {"id": "r", "choices": [vllm_choice(rows(0), PROMPT, output(0), i) for i in indexes]}
     refused("MRR312: .*index", engines.vllm.decode_batch, choices)
+
+
+def test_a_sample_of_n_may_be_decoded_alone_and_bad_ones_dropped():
+    choices = [vllm_choice(rows(i), PROMPT, output(i), i) for i in range(4)]
+    alone = [{"id": "r", "choices": [choice]} for choice in choices]  # one dict a sample
+    for i in (3, 0, 2):
+        trace = engines.vllm.decode(alone[i], model=MODEL)
+        assert trace.token_ids.tolist() == PROMPT + output(i)
+        assert torch.equal(trace.topk_indices[:-1], torch.from_numpy(rows(i)))
+    for some in ([3], [0, 2], [1, 2, 3], [3, 1, 2]):
+        kept = engines.vllm.decode_batch({"id": "r", "choices": [choices[i] for i in some]}, model=MODEL)
+        assert kept.token_ids.tolist() == [id for i in sorted(some) for id in PROMPT + output(i)], "by index"
+        listed = engines.vllm.decode_batch([alone[i] for i in some], model=MODEL)
+        assert listed.token_ids.tolist() == [id for i in some for id in PROMPT + output(i)], "in the list's order"
+    refused("MRR312: .*has 2 choices", engines.vllm.decode, [alone[1], alone[3]])
+    # SGLang lists ids in the response, by the index of each choice.
+    meta = {"index": 3, "finish_reason": "length", "meta_info": {"routed_experts": int32_base64(rows(1))}}
+    one = {"id": "r", "choices": [meta], "sglext": {"output_ids": [output(1)]}}
+    assert engines.sglang.decode(one, model=MODEL, prompt_token_ids=PROMPT).token_ids.tolist() == PROMPT + output(1)
+    two = one | {"choices": [meta | {"index": 0}, meta], "sglext": {"output_ids": [output(0), output(1)]}}
+    refused("MRR312: .*2 lists of output ids for 2 choices: is one lost", engines.sglang.decode_batch, two)
+
+
+def test_a_usage_that_counts_more_tokens_than_the_choices_have_lost_one():
+    choices = [vllm_choice(rows(i), PROMPT, output(i), i) for i in range(3)]
+    whole = {"id": "r", "choices": choices, "usage": usage(P, 3 * G)}
+    check(engines.vllm.decode_batch(whole, model=MODEL), 3)
+    for some in ([0, 1], [0, 2], [1, 2]):
+        reply = whole | {"choices": [choices[i] for i in some]}
+        refused(
+            f"MRR312: .*usage.completion_tokens={3 * G}, but its 2 choices have {2 * G}",
+            engines.vllm.decode_batch,
+            reply,
+        )
+    refused("MRR309: .*usage.completion_tokens=15.*a choice", engines.vllm.decode, whole | {"choices": choices[2:]})
+    # Without ids, a count of each choice is enough; without either nothing can be said.
+    metas = [{"index": i, "finish_reason": "length", "meta_info": {"completion_tokens": G}} for i in (0, 1)]
+    for meta in metas:
+        meta["meta_info"] |= {"routed_experts": int32_base64(rows(0)), "prompt_tokens": P}
+    reply = {"choices": metas, "usage": usage(P, 3 * G)}
+    refused("MRR312: .*usage", engines.sglang.decode_batch, reply)
+    assert len(engines.sglang.decode_batch(reply | {"usage": usage(P, 2 * G)}, model=MODEL)) == 2 * S
+    del metas[0]["meta_info"]["completion_tokens"]
+    assert len(engines.sglang.decode_batch(reply, model=MODEL, num_tokens=[S, S])) == 2 * S
+
+
+def test_a_stream_that_lost_all_chunks_of_a_choice_raises():
+    chunks = [chunk for i in (0, 2) for chunk in vllm_chunks(i)]
+    refused("MRR312: .*of this stream have index", engines.vllm.decode_batch, [chunks], prompt_token_ids=PROMPT)
 
 
 def test_a_choice_without_its_response_is_a_sample_wherever_it_was():
@@ -268,6 +317,39 @@ Response = type("Response", (), {"status_code": 200, "json": lambda self: {}})  
 def test_a_result_that_is_no_reply_gets_its_own_sentence(result, message):
     refused(message, engines.vllm.decode, result, num_tokens=4)
     refused(message, engines.vllm.decode_batch, [result], num_tokens=[4])
+
+
+def test_a_reply_without_routes_names_the_switches_and_the_front_end_that_has_none():
+    refused(
+        "MRR302: .*Rust front end sends them on /inference/v1/generate alone",
+        engines.vllm.decode,
+        response(PROMPT, [5]),
+    )
+    message = "MRR302: .*return_routed_experts=true.*SGLANG_RUST_SERVER=1. carries no routes"
+    refused(message, engines.sglang.decode, sglang_result(None, P, [5]))
+
+
+def test_a_reply_without_ids_names_the_request_before_the_options():
+    reply = response(PROMPT, output(0), ids=False, routed_experts=npy_base64(rows(0)), shared={"usage": None})
+    message = (
+        "MRR309: .*without token ids.*: send .return_token_ids.: true with the request, or pass the engine's own ids"
+    )
+    refused(message, engines.vllm.decode, reply)
+    shared = {"sglext": {"routed_experts": int32_base64(rows(0))}, "usage": None}
+    message = 'MRR309: .*without token ids.*: send "return_token_ids": true .OpenAI endpoints. with the request, or'
+    refused(message, engines.sglang.decode, response(PROMPT, output(0), ids=False, shared=shared))
+    # The generate endpoint has the ids of the output; the caller has the prompt's.
+    reply["choices"][0]["token_ids"] = output(0)
+    refused(
+        "MRR309: .*ids of the output alone.*pass the prompt that you sent as prompt_token_ids",
+        engines.vllm.decode,
+        reply,
+    )
+    refused(
+        "MRR309: .*without token ids.*: pass the engine's own ids",
+        engines.megatron.decode,
+        {"routing_indices": rows(0)},
+    )
 
 
 def test_a_coroutine_was_not_awaited():

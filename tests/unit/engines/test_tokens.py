@@ -69,8 +69,8 @@ def test_an_empty_prompt_or_output_is_known():
 @pytest.mark.parametrize(
     ("options", "reply", "message"),
     [
-        ({}, {}, "the number of tokens of these rows is unknown"),
-        ({}, {"counts": [("prompt", 3)]}, "the number of tokens of these rows is unknown"),
+        ({}, {}, "without token ids"),
+        ({}, {"counts": [("prompt", 3)]}, "without token ids"),
         ({"prompt_token_ids": [5, 6, 8]}, {"prompt_token_ids": PROMPT}, r"\(3\) are not the prompt of the response \(3"),
         ({"token_ids": [5, 6, 8, 8, 9]}, {"prompt_token_ids": PROMPT}, "do not begin with the prompt"),
         ({"token_ids": [5, 6, 7, 9, 9]}, {"output_token_ids": OUTPUT}, "do not end with the output"),
@@ -181,6 +181,15 @@ def test_a_batch_is_stamped_sample_by_sample():
         sglang.decode_batch(results[1:], **given)
     choices = {"choices": [vllm_choice(ROWS, PROMPT, FIVE, weight_versions=CHANGED)]}
     assert vllm.decode(choices, model=MODEL).weight_version.tolist() == STAMPED
+
+
+def test_a_reply_without_versions_names_the_field_that_brings_them():
+    reply = {"choices": [vllm_choice(ROWS, PROMPT, FIVE)]}  # as vLLM 0.33 replies without the field
+    message = r'MRR313: .*does not name. Send "return_weight_versions": true .* with the request, or pass your number'
+    with pytest.raises(PayloadError, match=message):
+        vllm.decode(reply, model=MODEL, weight_version={"step-16": 16})
+    with pytest.raises(PayloadError, match=r"MRR313: .*does not name. Pass your number of the only version"):
+        sglang.decode(sglang_result(ROWS, 3, FIVE), model=MODEL, prompt_token_ids=PROMPT, weight_version={"a": 1})
 
 
 def test_a_name_without_spans_is_of_all_tokens_of_the_only_choice():

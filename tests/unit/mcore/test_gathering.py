@@ -142,7 +142,7 @@ def test_stages_without_moe_layers_that_are_gathered_first_leave_the_samples_to_
 
 def record_on(ranks):
     chunk, rank = Chunk(), dist.get_rank()
-    with mrr.record(chunk) as recording:
+    with mrr.record(chunk, padding_token_ids=[]) as recording:
         if rank in ranks:
             chunk(tokens()[:, rank:])
     trace = recording.gather()

@@ -21,7 +21,7 @@ from tests.unit.mcore.tiny_chunk import ROWS, Chunk, random_trace, tokens
 
 def numbers(replayed=0, live=0, padding=0, *, balance="megatron", min_replayed=None, min_agreement=0, **others):
     rows = {"rows_replayed": replayed, "rows_live": live, "rows_padding": padding}
-    return Numbers(chunks=1, options=[balance, min_replayed, min_agreement], **rows, **others)
+    return Numbers(chunks=1, options=[balance, min_replayed, min_agreement, "raise"], **rows, **others)
 
 
 def test_the_numbers_of_a_session_are_these():
@@ -34,7 +34,7 @@ def test_the_numbers_of_a_session_are_these():
 
 N = numbers
 LOST = "none of {}; the trace has no route for any of them, or all rows are -1. Were the routes lost on the way, "
-OPTIONS = "ranks replay with different balance=, min_replayed= or min_agreement="
+OPTIONS = "ranks replay with different balance=, min_replayed=, min_agreement= or wrong_routes="
 
 # Numbers of the ranks of a group, min_replayed, and the beginning of their one problem; None: they are in order.
 JUDGED = [

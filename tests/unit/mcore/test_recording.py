@@ -74,7 +74,7 @@ def test_a_row_that_one_chunk_routed_and_the_other_did_not_raises():
 def test_chunks_that_ran_different_micro_batches_raise(of_first, of_second, message):
     """Each chunk numbers the tokens of its forwards: a row would have the routes of two tokens."""
     stages = virtual_stages()
-    with mrr.record(stages) as recording:
+    with mrr.record(stages, padding_token_ids=[]) as recording:
         for stage, seeds in zip(stages, (of_first, of_second)):
             for seed in seeds:
                 stage(tokens(seed=seed))
@@ -188,7 +188,11 @@ def test_one_rank_numbers_tokens_as_they_come_in_each_chunk():
     for stage in stages:
         stage.around = reentrant
     given = [tokens(2, 4), tokens(1, 3) + 1, tokens(2, 1) + 2]
-    with watched(stages[0]) as first, watched(stages[1]) as second, mrr.record(stages) as recording:
+    with (
+        watched(stages[0]) as first,
+        watched(stages[1]) as second,
+        mrr.record(stages, padding_token_ids=[]) as recording,
+    ):
         for number, ids in enumerate(given):
             for stage in stages:
                 stage(ids, number).sum().backward()
@@ -205,7 +209,10 @@ def test_one_rank_numbers_tokens_as_they_come_in_each_chunk():
 @pytest.mark.parametrize("first", ["rows", "none"])
 def test_rows_are_for_all_forwards_of_a_recording_or_for_none(first):
     chunk = Chunk()
-    with pytest.raises((LayoutError, ReplayStateError), match="MRR406"), mrr.record(chunk) as recording:
+    with (
+        pytest.raises((LayoutError, ReplayStateError), match="MRR406"),
+        mrr.record(chunk, padding_token_ids=[]) as recording,
+    ):
         if first == "rows":
             recording.microbatch(ROWS)
         chunk(tokens())

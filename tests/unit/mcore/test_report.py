@@ -4,8 +4,9 @@ from dataclasses import fields, replace
 
 import pytest
 
-from megatron_router_replay.mcore.sessions.agreement import LiveAgreement, Unit
+from megatron_router_replay.mcore.sessions.agreement import LiveAgreement
 from megatron_router_replay.mcore.sessions.report import SessionReport, _add_up
+from megatron_router_replay.mcore.sessions.verdict import Finding, Sums
 
 REPLAY = SessionReport(
     kind="replay",
@@ -45,11 +46,14 @@ CHOSEN = SessionReport(
     forwards=2,
 )
 AGREEMENT = LiveAgreement(
-    layers={1: Unit(90, 130, 140, 65), 2: Unit(90, 140, 140, 65), 3: Unit(3, 5, 5, 5)},
+    layers={
+        1: Sums(90, 130, 140, 130, 140),
+        2: Sums(90, 140, 140, 140, 140),
+        3: Sums(3, 5, 5, 5, 5),
+    },
     num_layers=4,
-    least_sample=0.875,
-    samples=9,
-    samples_not_judged=2,
+    block=Finding(7.5, "sample 3"),
+    rows_apart=2,
 )
 
 
@@ -102,34 +106,32 @@ def test_the_first_line_says_how_the_live_router_agrees_and_a_logger_gets_it():
     report = replace(REPLAY, agreement=AGREEMENT)
     assert report.reduce() == report, "of one process"
     assert str(report).splitlines()[0] == (
-        f"{str(REPLAY).splitlines()[0]}; the live router agrees with 96.5% of the trace's routes "
-        "(least layer 93%, least sample 88%, 2 of 4 layers judged, 7 of 9 samples)"
+        f"{str(REPLAY).splitlines()[0]}; the live router agrees with 96.5% of the trace's routes beyond chance "
+        "(2 of 4 layers judged)"
     )
     assert str(report).splitlines()[1:] == str(REPLAY).splitlines()[1:]
     numbers = {name: value for name, value in report.metrics("r/").items() if name not in REPLAY.metrics("r/")}
     assert numbers == {
         "r/agreement": 275 / 285,
         "r/agreement_least_layer": 130 / 140,
-        "r/agreement_least_sample": 0.875,
-        "r/agreement_samples_not_judged": 2.0,
+        "r/block_evidence": 7.5,
+        "r/rows_apart": 2.0,
     }
-    no_row = replace(AGREEMENT, layers={}, least_sample=None, samples=0)
+    no_row = replace(AGREEMENT, layers={})
     assert "was compared in no row" in str(no_row)
     assert replace(REPLAY, agreement=no_row).metrics() == REPLAY.metrics()
-    few = replace(AGREEMENT, layers={3: Unit(3, 5, 5, 5)}, least_sample=None)
-    assert str(few).endswith("(0 of 4 layers judged, 7 of 9 samples)")
+    few = replace(AGREEMENT, layers={3: Sums(3, 5, 5, 5, 5)})
+    assert str(few).endswith("(0 of 4 layers judged)")
 
 
-def test_a_low_layer_and_a_low_sample_have_lines_of_their_own():
-    place = "rank 1, chunk 0, micro-batch 2, layer 5, sequence 3"
-    low = replace(AGREEMENT, layers={5: Unit(90, 10, 140, 65)}, least_sample=-0.03, least_place=place)
+def test_a_low_layer_and_wrong_rows_have_lines_of_their_own():
+    wrong = Finding(75.0, "sample 3, tokens 4 to 90, layer 5: routes of other tokens")
+    low = replace(AGREEMENT, layers={5: Sums(90, 10, 140, 10, 140)}, block=wrong)
     headline, *facts = str(replace(REPLAY, agreement=low)).splitlines()
-    assert headline.endswith(
-        "the live router agrees with 7.1% of the trace's routes (1 of 4 layers judged, 7 of 9 samples)"
-    )
+    assert headline.endswith("agrees with 7.1% of the trace's routes beyond chance (1 of 4 layers judged)")
     assert facts[-2:] == [
         "  least layer                    7%  layer 5: routes of older weights, or of other rows?",
-        f"  least sample                  -3%  {place}: routes of other tokens?",
+        f"  evidence of wrong rows         75  {wrong.text}",
     ]
     total = summed(*[replace(REPLAY, agreement=low)] * 2)
     assert str(total).splitlines()[-1] == facts[-1], "also of all ranks"
@@ -154,7 +156,7 @@ AT = {
 
 
 def at(place, rows):
-    measured = None if place is None else replace(AGREEMENT, samples=rows, layers={place[0]: Unit(90, 13, 14, 65)})
+    measured = None if place is None else replace(AGREEMENT, rows_apart=1, layers={place[0]: Sums(90, 13, 14, 13, 14)})
     return replace(CHOSEN, counted_at=place, rows_replayed=rows, rows_live=0, rows_padding=0, agreement=measured)
 
 
@@ -162,29 +164,29 @@ def at(place, rows):
 def test_a_row_of_the_batch_counts_once_in_every_layout(layout):
     total = summed(*(at(*rank) for rank in AT[layout]))
     metrics = total.metrics()
-    assert (metrics["router_replay/rows_replayed"], metrics["router_replay/tokens"], total.agreement.samples) == (
-        543,
-    ) * 3
+    assert (metrics["router_replay/rows_replayed"], metrics["router_replay/tokens"]) == (543, 543)
     assert total.forwards == 2 * len(AT[layout])
     assert total.microbatches == (2 if "DP2" in layout or layout.startswith("a group") else 1)
     replicas = {place[1] for place, _ in AT[layout] if place}
     layers = [place[0] for place, _ in AT[layout] if place and place[1] == min(replicas)]
-    assert total.agreement.layers == {n: Unit(*(x * layers.count(n) for x in (90, 13, 14, 65))) for n in set(layers)}
+    assert total.agreement.layers == {
+        n: Sums(*(x * layers.count(n) for x in (90, 13, 14, 13, 14))) for n in set(layers)
+    }
+    assert total.agreement.rows_apart == len(layers)
 
 
 def test_agreement_adds_up_over_ranks_that_hold_the_same_layers_and_others():
     other = replace(
         AGREEMENT,
-        layers={1: Unit(90, 0, 140, 65), 9: Unit(9, 9, 9, 9)},
+        layers={1: Sums(90, 0, 140, 0, 140), 9: Sums(9, 9, 9, 9, 9)},
         num_layers=2,
-        least_sample=None,
-        samples=5,
-        samples_not_judged=5,
+        block=Finding(9.0, "sample 4"),
+        rows_apart=5,
     )
     total = summed(*(replace(REPLAY, agreement=each) for each in (AGREEMENT, other))).agreement
-    assert (total.layers[1], sorted(total.layers)) == (Unit(180, 130, 280, 130), [1, 2, 3, 9])
-    assert (total.num_layers, total.least_sample, total.judged) == (4, 0.875, {1: 130 / 280, 2: 1.0})
-    assert (total.samples, total.samples_not_judged) == (14, 7)
+    assert (total.layers[1], sorted(total.layers)) == (Sums(180, 130, 280, 130, 280), [1, 2, 3, 9])
+    assert (total.num_layers, total.block, total.judged) == (4, (9.0, "sample 4"), {1: 130 / 280, 2: 1.0})
+    assert total.rows_apart == 7
 
 
 def test_counts_of_ranks_are_added_up_and_a_rank_that_did_not_measure_hides_nothing():

@@ -224,6 +224,50 @@ def test_a_full_disk_leaves_the_old_file_alone(tmp_path):
     assert_same(load_trace(path), make_trace(5))
 
 
+def test_a_file_that_is_replaced_while_it_is_opened_is_read_as_it_was(tmp_path, monkeypatch):
+    path = save_trace(make_trace(5), tmp_path / "x")
+    opened_again = torch.UntypedStorage.from_file  # safetensors has read the header by then
+
+    def replace_first(*args, **kwargs):
+        save_trace(make_trace(9, seed=1), path)
+        return opened_again(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.UntypedStorage, "from_file", replace_first)
+        assert_same(load_trace(path), make_trace(5))
+    assert_same(load_trace(path), make_trace(9, seed=1))
+
+
+def test_an_error_of_torch_names_the_file(tmp_path, monkeypatch):
+    path = save_trace(make_trace(5), tmp_path / "x")
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("unable to mmap 56 bytes from file </proc/self/fd/3>: Cannot allocate memory (12)")
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", fail)
+    with pytest.raises(StoreError, match=r"^MRR501: cannot load .*/x: unable to mmap"):
+        load_trace(path)
+
+
+def test_a_file_that_is_saved_again_keeps_its_mode(tmp_path):
+    path = save_trace(make_trace(5), tmp_path / "x")
+    path.chmod(0o600)
+    save_trace(make_trace(6), path)
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_missing_folder_is_named_and_a_json_file_is_no_trace(tmp_path):
+    with pytest.raises(
+        StoreError, match=rf"^MRR501: cannot save .*/y/x: there is no folder {tmp_path}/y: make it first"
+    ):
+        save_trace(make_trace(5), tmp_path / "y" / "x")
+    (tmp_path / "reply.json").write_text('{"choices": []}')
+    with pytest.raises(
+        StoreError, match=r"^MRR501: cannot load .*/reply.json: it is no safetensors file, and so no trace"
+    ):
+        load_trace(tmp_path / "reply.json")
+
+
 def test_a_mapped_trace_is_the_file_of_its_time_and_a_loaded_one_a_copy(tmp_path):
     path = save_trace(make_trace(5), tmp_path / "x")
     mapped, loaded = map_trace(path), load_trace(path)

@@ -1,0 +1,160 @@
+"""State what the differing decisions have in common: an expert, a token, the first rows of samples, an earlier expert.
+
+These are facts about decisions that no match of rows, samples, layers or ids explains. Noise exchanges near-ties, and gives
+each expert as many decisions as it takes; a fact is stated only of counts that noise does not give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_router_replay.diagnostics.counting import Array, count_shared
+from megatron_router_replay.diagnostics.fact import Fact
+from megatron_router_replay.tables import percent
+
+_MIN_DECISIONS = 12  # of fewer, nothing is stated
+_SIGMAS = 4.5  # of a count of two equally likely outcomes: a few hundred experts and layers are tried
+_SHARE = 0.25  # of the decisions that an expert must have gained or lost; other causes move several experts
+_CHANCE = 1e-4  # of counts that are stated as no chance
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Decisions:
+    """Decisions of n rows and L layers that both traces have, for the same tokens before.
+
+    Args:
+        layer_numbers: [L], in order.
+        num_experts: of each layer.
+        ids_a, ids_b: [n, L, topk].
+        different: [n, L] bool, they name different sets, and no other fact explains it.
+        tokens: [n] token ids, -1: unknown.
+        is_first: [n] bool, the row is the first of its sample.
+    """
+
+    layer_numbers: Sequence[int]
+    num_experts: int
+    ids_a: Array
+    ids_b: Array
+    different: Array
+    tokens: Array
+    is_first: Array
+
+
+def find_clues(decisions: Decisions) -> Iterator[Fact]:
+    """Yield the facts, those of lower layers first."""
+    if decisions.different.any():
+        experts = list(_experts(decisions))
+        yield from experts
+        yield from _token(decisions)
+        yield from _first_rows(decisions)
+        # A router that prefers an expert is the cause of its layer's differences, which lower layers are not.
+        if not experts:
+            yield from _earlier_expert(decisions)
+
+
+def _experts(given: Decisions) -> Iterator[Fact]:
+    """Yield the expert of each layer that most differing decisions gained, or lost."""
+    for i, number in enumerate(given.layer_numbers):
+        rows = np.flatnonzero(given.different[:, i])
+        if len(rows) < _MIN_DECISIONS:
+            continue
+        a, b = given.ids_a[rows, i], given.ids_b[rows, i]
+        # A bias moves one expert; a route of another row or model exchanges several, and has popular experts of its own.
+        if (count_shared(a, b) == a.shape[1] - 1).mean() < 0.8:
+            continue
+        gained, lost = (_members(*pair, given.num_experts) for pair in ((b, a), (a, b)))
+        net = gained - lost
+        expert = int(np.abs(net).argmax())
+        times, opposite = max(gained[expert], lost[expert]), min(gained[expert], lost[expert])
+        # Near-ties go both ways: noise gives an expert about as many decisions as it takes.
+        if times - opposite < max(_SIGMAS * np.sqrt(times + opposite), _SHARE * len(rows)):
+            continue
+        verb, other = ("gained", "lost") if net[expert] > 0 else ("lost", "gained")
+        back = f", and {other} in {opposite:,}" if opposite else ""
+        text = f"expert {expert} of layer {number} was {verb} in {times:,} of {len(rows):,} differing decisions{back}."
+        yield Fact(kind="expert", text=text, layer_numbers=(number,), decisions=int(times))
+
+
+def _members(ids: Array, others: Array, num_experts: int) -> Array:
+    """Return how often each expert is in a row of ids and not in that of others, [num_experts]."""
+    missing = np.ones(ids.shape, bool)
+    for column in others.T:
+        missing &= ids != column[:, None]
+    return np.bincount(ids[missing].astype(np.int64), minlength=num_experts)
+
+
+def _token(given: Decisions) -> Iterator[Fact]:
+    """Yield the token whose rows alone differ in the lowest layer, or differ by far more than all other rows."""
+    known = given.tokens >= 0
+    rows = np.flatnonzero(given.different[:, 0] & known)
+    if len(rows) < 2:
+        return
+    topk = given.ids_a.shape[2]
+    exchanged = topk - count_shared(given.ids_a[rows, 0], given.ids_b[rows, 0])
+    tokens, times = np.unique(given.tokens[rows], return_counts=True)
+    most = np.array([exchanged[given.tokens[rows] == token].min() for token in tokens])
+    for token in tokens[np.lexsort((-times, -most))][:4].tolist():
+        mine = given.tokens[rows] == token
+        with_token = int((given.tokens == token).sum())
+        # A row that follows one of the token's own may differ little, as every later row may.
+        if mine.sum() < max(2, 0.9 * with_token):
+            continue
+        others, other_rows = int((~mine).sum()), int(known.sum()) - with_token
+        chance = len(np.unique(given.tokens)) * (max(1, others) / max(1, other_rows)) ** int(mine.sum())
+        far = exchanged[mine].min() >= 2 and (exchanged[~mine] < exchanged[mine].min()).all()
+        if chance > _CHANCE and not far:
+            continue
+        number, least, highest = given.layer_numbers[0], exchanged[mine].min(), exchanged[mine].max()
+        count = f"{least}" if least == highest else f"{least} to {highest}"
+        text = (
+            f"{mine.sum()} of the {with_token} rows with token {token} differ in layer {number}, by {count} of {topk} "
+            f"experts; of the other {other_rows:,} rows {others} differ"
+        )
+        text += f", by {exchanged[~mine].max()} at most." if others else "."
+        yield Fact(kind="token", text=text, layer_numbers=(number,), decisions=int(mine.sum()))
+        return
+
+
+def _first_rows(given: Decisions) -> Iterator[Fact]:
+    """Yield that the first rows of samples agree where others do not: they alone take nothing from other rows."""
+    first = given.is_first
+    if not first.any() or given.different[first].any() or first.all():
+        return
+    # Samples that begin with one token have one first row.
+    distinct = len(np.unique(np.sort(given.ids_a[first], axis=2).reshape(first.sum(), -1), axis=0))
+    shares = given.different[~first].mean(axis=0)
+    if (1 - shares.max()) ** distinct > _CHANCE:
+        return
+    text = (
+        f"the first rows of all {first.sum():,} samples agree in every layer, and {percent(float(shares.mean()))} of the "
+        f"decisions of other rows differ."
+    )
+    yield Fact(kind="first_rows", text=text)
+
+
+def _earlier_expert(given: Decisions) -> Iterator[Fact]:
+    """Yield the expert that the rows used which differ first in one layer, in the layer below."""
+    begins = given.different.any(axis=1)
+    lowest = given.different.argmax(axis=1)
+    for i in range(1, len(given.layer_numbers)):
+        rows = np.flatnonzero(begins & (lowest == i))
+        if len(rows) < _MIN_DECISIONS or given.different[:, :i].any():
+            continue
+        used = np.bincount(given.ids_a[rows, i - 1].ravel().astype(np.int64), minlength=given.num_experts)
+        of_all = np.bincount(given.ids_a[:, i - 1].ravel().astype(np.int64), minlength=given.num_experts)
+        share = of_all / len(given.ids_a)
+        expected = share * len(rows)
+        sigmas = (used - expected) / np.sqrt(np.maximum(expected * (1 - share), 0.25))
+        expert = int(sigmas.argmax())
+        below, number = given.layer_numbers[i - 1], given.layer_numbers[i]
+        # Rows that use an expert resemble each other, and so do their near-ties.
+        if sigmas[expert] >= 2 * _SIGMAS and used[expert] >= 0.4 * len(rows):
+            text = (
+                f"{used[expert]:,} of {len(rows):,} rows that differ first in layer {number} used expert {expert} of layer "
+                f"{below}, as {percent(float(share[expert]))} of all rows did."
+            )
+            yield Fact(kind="earlier_expert", text=text, layer_numbers=(below,), decisions=int(used[expert]))
+        return

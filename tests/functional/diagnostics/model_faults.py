@@ -1,0 +1,573 @@
+"""Faults in a small model, its config or its recording, and what `diff_traces` says of each beside the truth.
+
+    python -m tests.functional.diagnostics.model_faults            # a line for each fault
+    python -m tests.functional.diagnostics.model_faults --texts    # and the whole text of each diff
+
+A fault is a function that returns two traces. Megatron-Core's GPTModel routes 740 rows of twelve samples in six layers to
+4 of 32 experts; the second trace comes from a model that differs in one thing. The diff gets nothing but the traces.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import megatron_router_replay as mrr
+from megatron_router_replay.testing import ParallelSizes
+from megatron_router_replay.testing.global_parameters import load_global_parameters
+from megatron_router_replay.testing.gpt import build_gpt
+from tests.support.tiny_gpt import random_parameter, tiny_gpt_config
+
+LENGTHS = (70, 96, 60, 41, 55, 62, 88, 33, 77, 50, 66, 42)
+SIZES: dict[str, Any] = {"num_layers": 6, "num_moe_experts": 32, "moe_router_topk": 4}
+BIASED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+GROUP_SHARES = (0.0, 0.2, 0.3, 0.6)
+Samples = Sequence[Tensor]
+Change = Callable[[Any], None]
+Traces = tuple[mrr.RoutingTrace, mrr.RoutingTrace]
+
+
+def random_samples(lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[Tensor]:
+    """Return the token ids of each sample, [length] int64. Few tokens are frequent, as in text."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = 1.0 / torch.arange(3, 323)
+    return [torch.multinomial(weights, length, replacement=True, generator=generator) for length in lengths]
+
+
+def record_routes(
+    samples: Samples,
+    change: Change | None = None,
+    *,
+    bf16: bool = False,
+    rope_base: int = 10000,
+    seed: int = 1234,
+    **config: Any,
+) -> mrr.RoutingTrace:
+    """Record the forwards of a model.
+
+    Args:
+        samples: token ids of each, in the order of the trace.
+        change: changes the model before it runs.
+        bf16: weights and activations in bf16; routers compute in fp32 as before.
+        config: fields of TransformerConfig.
+    """
+    from megatron.core import parallel_state
+
+    layout = ParallelSizes()
+    if not parallel_state.is_initialized():
+        layout.initialize()
+    torch.manual_seed(0)
+    precision = {"params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16, "bf16": True} if bf16 else {}
+    options = {**SIZES, **precision, **config}
+    (model,) = build_gpt(tiny_gpt_config(layout, **options), layout, vocab_size=320, rotary_base=rope_base)
+    load_global_parameters([model], lambda name, shape: random_parameter(name, shape, seed=seed))
+    with torch.no_grad():
+        if change is not None:
+            change(model)
+        with mrr.record([model], padding_token_ids=[]) as recording:
+            for ids in samples:
+                positions = torch.arange(len(ids)).unsqueeze(0)
+                model(input_ids=ids.unsqueeze(0), position_ids=positions, attention_mask=None)
+    return recording.trace()
+
+
+def noise_like(weight: Tensor, seed: int = 3) -> Tensor:
+    return torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed)).to(weight.dtype)
+
+
+def layer(model: Any, number: int) -> Any:
+    return model.decoder.layers[number - 1]
+
+
+def expert(model: Any, number: int, index: int) -> Any:
+    return layer(model, number).mlp.experts.local_experts[index]
+
+
+def without_ids(trace: mrr.RoutingTrace) -> mrr.RoutingTrace:
+    return trace._with(token_ids=None)
+
+
+def in_order(trace: mrr.RoutingTrace, order: Sequence[int]) -> mrr.RoutingTrace:
+    samples = list(trace.samples())
+    return mrr.concat_traces([samples[index] for index in order])
+
+
+# Changes of a model.
+
+
+def swap_gate_and_up(model: Any) -> None:
+    for each in layer(model, 3).mlp.experts.local_experts:
+        each.linear_fc1.weight.copy_(each.linear_fc1.weight.roll(len(each.linear_fc1.weight) // 2, 0))
+
+
+def move_router_rows(model: Any) -> None:
+    router = layer(model, 3).mlp.router
+    router.weight.copy_(router.weight.roll(8, 0))
+
+
+def move_experts_too(model: Any) -> None:
+    move_router_rows(model)
+    each = layer(model, 3).mlp.experts.local_experts
+    values = [{name: value.clone() for name, value in one.state_dict().items() if value is not None} for one in each]
+    for index, one in enumerate(each):
+        one.load_state_dict(values[index - 8], strict=False)
+
+
+def swap_two_experts(model: Any) -> None:
+    one, other = expert(model, 3, 3).linear_fc2.weight, expert(model, 3, 5).linear_fc2.weight
+    kept = one.clone()
+    one.copy_(other)
+    other.copy_(kept)
+
+
+def swap_layers(model: Any) -> None:
+    layers = model.decoder.layers
+    one, other = ({k: v.clone() for k, v in layers[i].state_dict().items() if v is not None} for i in (2, 4))
+    layers[2].load_state_dict(other, strict=False)
+    layers[4].load_state_dict(one, strict=False)
+
+
+def change_one_element(model: Any) -> None:
+    layer(model, 3).self_attention.linear_proj.weight[5, 7] += 2.0
+
+
+def redraw_a_tensor(model: Any) -> None:
+    weight = layer(model, 3).self_attention.linear_proj.weight
+    weight.copy_(noise_like(weight) * weight.std())
+
+
+def redraw_an_expert(model: Any) -> None:
+    weight = expert(model, 3, 3).linear_fc2.weight
+    weight.copy_(noise_like(weight) * weight.std())
+
+
+def redraw_an_embedding(token: int) -> Change:
+    def change(model: Any) -> None:
+        weight = model.embedding.word_embeddings.weight
+        weight[token] = noise_like(weight[token]) * weight.std()
+
+    return change
+
+
+def scale_embeddings(model: Any) -> None:
+    weight = model.embedding.word_embeddings.weight
+    weight *= 1 + 0.01 * noise_like(weight).sign()
+
+
+def scale_weights(model: Any) -> None:
+    for index, weight in enumerate(model.parameters()):
+        weight *= 1 + 0.01 * noise_like(weight, seed=index).sign()
+
+
+def add_router_noise(model: Any) -> None:
+    router, generator = layer(model, 3).mlp.router, torch.Generator().manual_seed(11)
+    gating = router.gating
+    router.gating = lambda hidden: gating(hidden) + 0.3 * torch.randn(gating(hidden).shape, generator=generator)
+
+
+def round_routers(model: Any) -> None:
+    for each in model.decoder.layers:
+        gating = each.mlp.router.gating
+        each.mlp.router.gating = lambda hidden, gating=gating: gating(hidden).bfloat16().float()
+
+
+def add_bias(value: float) -> Change:
+    def change(model: Any) -> None:
+        layer(model, 3).mlp.router.expert_bias[3] += value
+
+    return change
+
+
+def rare_token(samples: Samples) -> int:
+    """Return a token that occurs twice, past the first position of a sample."""
+    counts = torch.bincount(torch.cat(list(samples)), minlength=320)
+    first = {int(sample[0]) for sample in samples}
+    return next(token for token in range(320) if counts[token] == 2 and token not in first)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Two traces, the truth about them, and how the text of their diff is judged.
+
+    Args:
+        right: patterns that a text which names the truth has, all of them.
+        open: the text may say that several causes fit, and not which.
+        wrong: patterns of confident claims that are not true.
+    """
+
+    name: str
+    truth: str
+    make: Callable[[], Traces]
+    right: tuple[str, ...]
+    open: bool = False
+    wrong: tuple[str, ...] = ()
+
+    def judge(self, text: str) -> str:
+        """Return "right", "open" or "WRONG"."""
+        text = re.sub(r"\s+", " ", text)
+        if any(re.search(pattern, text, re.IGNORECASE) for pattern in self.wrong):
+            return "WRONG"
+        if all(re.search(pattern, text, re.IGNORECASE) for pattern in self.right):
+            return "right"
+        return "open" if self.open and re.search(OPEN, text) else "WRONG"
+
+
+OPEN = r"routes alone do not say which"
+ROUNDING = r"looks like rounding"  # of a fault
+ROUTER = r"weights, or this router"
+UNRELATED = r"as unlike .* as unrelated"
+WEIGHTS_OR_PRECISION = r"weights or a config that differ a little"
+LAYER_3 = r"between layer 2 and layer 3"
+LAYER_4 = r"between layer 3 and layer 4"
+EMBEDDING = r"between the embedding and layer 1"
+
+
+def model_cases(seed: int = 0, **sizes: Any) -> list[Case]:
+    """Return the faults in a model of these sizes, with weights and tokens of this seed."""
+    samples = random_samples(seed=seed)
+    routes = partial(record_routes, seed=1234 + seed, **sizes)
+    token = rare_token(samples)
+    base: dict[str, mrr.RoutingTrace] = {}
+
+    def plain() -> mrr.RoutingTrace:
+        return base.setdefault("plain", routes(samples) if "plain" not in base else base["plain"])
+
+    def biased() -> mrr.RoutingTrace:
+        return base.setdefault("biased", routes(samples, **BIASED) if "biased" not in base else base["biased"])
+
+    def changed(change: Change | None = None, **options: Any) -> Callable[[], Traces]:
+        return lambda: (plain(), routes(samples, change, **options))
+
+    def bias(value: float, bf16: bool = False) -> Callable[[], Traces]:
+        return lambda: (biased(), routes(samples, add_bias(value), bf16=bf16, **BIASED))
+
+    def edited(edit: Callable[[mrr.RoutingTrace], mrr.RoutingTrace], keep_ids: bool = True) -> Callable[[], Traces]:
+        return lambda: (
+            plain() if keep_ids else without_ids(plain()),
+            edit(plain() if keep_ids else without_ids(plain())),
+        )
+
+    order = (4, 0, 2, 1, 3, 5, 11, 6, 7, 10, 8, 9)
+
+    def late(trace: mrr.RoutingTrace) -> mrr.RoutingTrace:
+        return trace._with(topk_indices=trace.topk_indices.roll(1, 0))
+
+    def late_in_a_sample(trace: mrr.RoutingTrace) -> mrr.RoutingTrace:
+        ids = trace.topk_indices.clone()
+        ids[267:322] = torch.cat([ids[267:268], ids[267:321]])
+        return trace._with(topk_indices=ids)
+
+    def columns(trace: mrr.RoutingTrace) -> mrr.RoutingTrace:
+        return trace._with(topk_indices=trace.topk_indices[:, [0, 1, 4, 3, 2, 5]])
+
+    def longer(trace: mrr.RoutingTrace) -> mrr.RoutingTrace:
+        parts = list(trace.samples())
+        parts[4] = parts[4][:-7].with_samples((48,))
+        return mrr.concat_traces(parts)
+
+    def more_tokens() -> Traces:
+        extended = [*samples[:4], torch.cat([samples[4], samples[5][:9]]), *samples[5:]]
+        return without_ids(plain()), without_ids(routes(extended))
+
+    def other_answers() -> Traces:
+        other = random_samples(seed=5)
+        return plain(), routes([torch.cat([one[:20], new[20:]]) for one, new in zip(samples, other)])
+
+    little, precision = WEIGHTS_OR_PRECISION, r"another precision"
+    gained = "expert 3 of layer 3 was gained in"
+    lost = "expert 3 of layer 3 was lost in"
+    return [
+        Case(name="control", truth="the same", make=changed(), right=("the traces are the same",)),
+        Case(
+            name="order of samples",
+            truth="samples in another order, matched by ids; the same",
+            make=edited(lambda trace: in_order(trace, order)),
+            right=("matched by their tokens", "traces are the same"),
+        ),
+        Case(
+            name="order of samples, no ids",
+            truth="samples in another order",
+            right=(r"match samples 4, 0\.\.1, 3, 11",),
+            make=edited(lambda trace: in_order(trace, order), keep_ids=False),
+            wrong=(UNRELATED, ROUTER),
+        ),
+        Case(
+            name="four of twelve samples",
+            truth="b has four samples; the same in these",
+            make=edited(lambda trace: in_order(trace, (1, 4, 7, 10))),
+            right=("have no equal in b", "what both cover is the same"),
+        ),
+        Case(
+            name="a sample lost, no ids",
+            truth="sample 5 is not in b",
+            wrong=(UNRELATED, ROUTER),
+            make=edited(lambda trace: in_order(trace, [i for i in range(12) if i != 5]), keep_ids=False),
+            right=("samples 5..10 of b match samples 6..11",),
+        ),
+        Case(
+            name="a sample cut, no ids",
+            truth="sample 4 has 48 of its 55 rows; the same in these",
+            make=edited(longer, keep_ids=False),
+            right=("sample 4", r"55\b.*\b48\b"),
+            wrong=(UNRELATED, ROUTER),
+        ),
+        Case(
+            name="a sample longer, no ids",
+            truth="sample 4 has 64 rows for 55; the same in these",
+            make=more_tokens,
+            right=("sample 4", r"55\b.*\b64\b"),
+            wrong=(UNRELATED, ROUTER),
+        ),
+        Case(
+            name="other answers",
+            truth="same prompts of 20 rows, other answers; the same weights",
+            make=other_answers,
+            right=("different token", "rows before agree in every layer"),
+            wrong=(UNRELATED, ROUTER),
+        ),
+        Case(
+            name="rows one late",
+            truth="rows one late",
+            make=edited(late),
+            right=(r"\(1 row earlier\)",),
+            wrong=(UNRELATED, ROUTER),
+        ),
+        Case(
+            name="rows of a sample late",
+            truth="rows of sample 4 one late",
+            make=edited(late_in_a_sample),
+            right=("sample 4", r"\(1 row earlier\)"),
+            wrong=(UNRELATED, ROUTER),
+        ),
+        Case(
+            name="columns swapped",
+            truth="layers 3 and 5 have each other's routes",
+            make=edited(columns),
+            right=("layers 3, 5 of b match layers 5, 3 of a",),
+            wrong=(UNRELATED, ROUTER),
+        ),
+        Case(
+            name="ids plus 8",
+            truth="every expert under its id plus 8",
+            right=("its id plus 8",),
+            wrong=(ROUTER,),
+            make=edited(lambda trace: trace._with(topk_indices=(trace.topk_indices + 8) % trace.num_experts)),
+        ),
+        Case(
+            name="router rows moved",
+            truth="layer 3's router rows by 8, not its experts",
+            make=changed(move_router_rows),
+            right=("its id plus 8", "later layers differ"),
+        ),
+        Case(
+            name="router rows and experts moved",
+            truth="a layer's experts renumbered; the same model",
+            make=changed(move_experts_too),
+            right=("its id plus 8", "later layers agree"),
+            wrong=("later layers differ",),
+        ),
+        Case(
+            name="layers swapped",
+            truth="weights of layers 3 and 5 swapped",
+            make=changed(swap_layers),
+            right=(LAYER_3,),
+            wrong=(ROUNDING, ROUTER),
+        ),
+        Case(
+            name="gate and up swapped",
+            truth="experts of layer 3",
+            make=changed(swap_gate_and_up),
+            right=(LAYER_4,),
+            wrong=(ROUNDING, ROUTER),
+        ),
+        Case(
+            name="two experts swapped",
+            truth="experts 3 and 5 of layer 3",
+            make=changed(swap_two_experts),
+            right=(LAYER_4,),
+            wrong=(ROUNDING, ROUTER),
+        ),
+        Case(
+            name="one element",
+            truth="one weight of layer 3's attention",
+            make=changed(change_one_element),
+            right=(LAYER_3,),
+            wrong=(ROUNDING, ROUTER),
+        ),
+        Case(
+            name="one tensor",
+            truth="layer 3's attention",
+            make=changed(redraw_a_tensor),
+            right=(LAYER_3,),
+            wrong=(ROUNDING, ROUTER),
+        ),
+        Case(
+            name="one expert",
+            truth="expert 3 of layer 3",
+            make=changed(redraw_an_expert),
+            right=(LAYER_4,),
+            wrong=(ROUNDING, ROUTER),
+        ),
+        Case(
+            name="one embedding row",
+            truth=f"token {token}, which two rows hold",
+            make=changed(redraw_an_embedding(token)),
+            right=(rf"token {token}\b",),
+            open=True,
+            wrong=(ROUNDING, ROUTER),
+        ),
+        Case(
+            name="router noise",
+            truth="noise in layer 3's logits",
+            make=changed(add_router_noise),
+            right=(LAYER_3,),
+            wrong=(ROUNDING, ROUTER),
+        ),
+        Case(
+            name="dropout",
+            truth="dropout of hidden states",
+            make=changed(hidden_dropout=0.1),
+            right=(EMBEDDING, "random"),
+            wrong=(ROUNDING, ROUTER),
+        ),
+        Case(
+            name="RoPE",
+            truth="interleaved rotary embedding",
+            make=changed(rotary_interleaved=True),
+            right=(EMBEDDING, "positions"),
+            wrong=(ROUNDING, ROUTER),
+        ),
+        Case(
+            name="epsilon",
+            truth="layernorm_epsilon 1e-2 for 1e-6",
+            make=changed(layernorm_epsilon=1e-2),
+            right=("config",),
+            open=True,
+            wrong=(ROUNDING, ROUTER),
+        ),
+        *(
+            Case(
+                name=f"bias {value:+}{', bf16' if bf16 else ''}",
+                make=bias(value, bf16),
+                right=(gained if value > 0 else lost,),
+                truth=f"expert 3 of layer 3 has a bias of {value:+}{'; bf16' if bf16 else ''}",
+                wrong=(ROUNDING,),
+                open=value == 0.05,
+            )
+            for bf16 in (False, True)
+            for value in (5.0, 0.05, -5.0)
+        ),
+        Case(
+            name="weights 1 %",
+            truth="all weights +-1 %",
+            make=changed(scale_weights),
+            right=(little,),
+            open=True,
+            wrong=(ROUNDING, ROUTER),
+        ),
+        Case(
+            name="embeddings 1 %",
+            truth="embeddings +-1 %",
+            make=changed(scale_embeddings),
+            right=(little,),
+            open=True,
+            wrong=(ROUNDING, ROUTER),
+        ),
+        Case(
+            name="bf16 model",
+            truth="weights and activations in bf16",
+            make=changed(bf16=True),
+            right=(precision,),
+            open=True,
+            wrong=(UNRELATED, ROUTER),
+        ),
+        Case(
+            name="bf16 router",
+            truth="logits rounded to bf16",
+            make=changed(round_routers),
+            right=(precision,),
+            open=True,
+            wrong=(UNRELATED, ROUTER),
+        ),
+    ]
+
+
+def group_samples(prompt_share: float, seed: int = 0) -> list[Tensor]:
+    """Return four answers to each of four prompts, of 64 to 74 tokens; the prompts depend on no seed."""
+    prompt_length, samples = round(64 * prompt_share), []
+    for prompt in range(4):
+        (begin,) = random_samples([prompt_length], seed=1000 + prompt) if prompt_length else [torch.zeros(0).long()]
+        for answer in range(4):
+            length = 64 - prompt_length + (7 * answer + 3 * prompt) % 11
+            samples.append(torch.cat([begin, *random_samples([length], seed=100 * seed + 4 * prompt + answer)]))
+    return samples
+
+
+def late_in_samples(trace: mrr.RoutingTrace) -> mrr.RoutingTrace:
+    rows = [torch.cat([sample.topk_indices[:1], sample.topk_indices[:-1]]) for sample in trace.samples()]
+    return trace._with(topk_indices=torch.cat(rows))
+
+
+def group_cases(prompt_share: float, keep_ids: bool) -> list[Case]:
+    """Return faults in a batch of GRPO groups: answers that share this part of their prompt."""
+    keep = (lambda trace: trace) if keep_ids else without_ids
+    samples = group_samples(prompt_share)
+    a, in_bf16, other = (
+        record_routes(samples),
+        record_routes(samples, bf16=True),
+        record_routes(group_samples(prompt_share, seed=9)),
+    )
+    siblings = in_order(a, [*range(5), 6, 5, *range(7, 16)])
+    other_answers = "hold different tokens" if keep_ids else "rows are as unlike as unrelated"
+    cases = [
+        ("bf16", in_bf16, "bf16", (r"rounding \(another precision",), ("fact:",)),
+        (
+            "rows late",
+            late_in_samples(a),
+            "all rows of each sample one late",
+            (r"\(1 row earlier\)",),
+            ("fact:.*fact:", ROUTER),
+        ),
+        (
+            "rows late, bf16",
+            late_in_samples(in_bf16),
+            "the same in bf16",
+            (r"\(1 row earlier\)",),
+            ("fact:.*fact:", ROUTER),
+        ),
+        (
+            "siblings swapped",
+            siblings,
+            "samples 5 and 6 swapped",
+            ("traces are the same",) if keep_ids else ("samples 5 and 6 of b changed places",),
+            (ROUTER,),
+        ),
+        ("other answers", other, "other answers to the same prompts", (other_answers,), ("fact:.*fact:", ROUTER)),
+    ]
+    return [
+        Case(name=name, truth=truth, make=lambda b=b: (keep(a), keep(b)), right=right, wrong=wrong)
+        for name, b, truth, right, wrong in cases
+    ]
+
+
+def main() -> None:
+    from tests.support.one_rank import only_rank
+
+    with only_rank():
+        groups = [case for share in GROUP_SHARES for ids in (True, False) for case in group_cases(share, ids)]
+        for case in [*model_cases(), *groups]:
+            diff = mrr.diff_traces(*case.make())
+            print(f"{case.judge(str(diff)):6} {case.name}: {case.truth}", flush=True)
+            if "--texts" in sys.argv:
+                print("       " + str(diff).replace("\n", "\n       ") + "\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Hooks on functions of modules that are imported now, later or never, and the check of a checkout."""
+
+import importlib.util
+import sys
+
+import pytest
+
+from megatron_router_replay.errors import SeamError
+from megatron_router_replay.trainers import seams, slime
+from tests.trainers import rebuilt
+from tests.trainers.sources import check_renames
+from tests.trainers.steps import write
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+
+def test_a_module_that_waits_is_hooked_once_however_often_it_is_looked_for(tmp_path, monkeypatch):
+    (tmp_path / "looked_for.py").write_text("def double(x):\n    return 2 * x\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    seams.hook(seams.Seam("looked_for", "double", "x"), lambda original, x: original(x) + 1)
+    for _ in range(2):
+        importlib.util.find_spec("looked_for")
+    module = importlib.import_module("looked_for")
+    del sys.modules["looked_for"]
+    assert module.double(3) == 7
+    assert "exec_module" not in vars(module.__loader__)
+    assert "looked_for" not in seams._finder.waiting
+
+
+def test_a_method_with_text_at_the_left_margin_is_read(tmp_path, monkeypatch):
+    text = 'class Actor:\n    def fill(self, data):\n        """Fill.\n\nqueues of data\n        """\n        return data\n'
+    (tmp_path / "margin.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("margin")
+    seams.hook(seams.Seam("margin", "Actor.fill", "self data", words="queues"), lambda original, me, data: -data)
+    assert module.Actor().fill(3) == -3
+    seams.Seam("margin", "Actor.fill", "self data", words="queues").check(seams.source_of(text, "Actor.fill"))
+
+
+@pytest.mark.parametrize("arguments", [[], ["slime"], ["nobody", "."], ["audit", "."]])
+def test_the_check_of_a_checkout_says_how_it_is_called(arguments):
+    with pytest.raises(SystemExit, match=r"python -m megatron_router_replay\.trainers\.seams TRAINER FOLDER"):
+        seams.main(arguments)
+
+
+@pytest.mark.parametrize("name", rebuilt.SOURCES)
+def test_whatever_a_trainer_renames_is_named(name, tmp_path, capsys):
+    check_renames(name, write(tmp_path, rebuilt.SOURCES[name]), capsys)
+
+
+def test_a_batch_without_a_field_is_named(trainer):
+    with pytest.raises(SeamError, match=r"fill_routing_replay gets a batch without \['tokens'\]: it has \['ids'\]"):
+        seams.take(slime.FILL, {"ids": []}, "tokens")
+
+
+def test_a_module_that_is_imported_later_is_checked_then(trainer):
+    gone = seams.Seam(
+        module="slime.backends.megatron_utils.actor", name="MegatronTrainRayActor.fill", parameters="self"
+    )
+    seams.hook(gone, None)
+    assert "slime.backends.megatron_utils.actor" not in sys.modules
+    with pytest.raises(
+        SeamError, match=r"MRR808: slime.backends.megatron_utils.actor.MegatronTrainRayActor.fill is gone"
+    ):
+        __import__("slime.backends.megatron_utils.actor")

@@ -1,0 +1,170 @@
+"""Samples that no pass replays, and passes without samples, are errors; an audit logs them."""
+
+import logging
+
+import pytest
+from megatron.core.pipeline_parallel import schedules
+
+from megatron_router_replay.errors import PayloadError, ReplayStateError
+from megatron_router_replay.testing import ParallelSizes
+from megatron_router_replay.trainers import miles, replayer, slime
+from tests.trainers import oracle, small_model
+from tests.trainers.steps import ARGS, passes, samples
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+OWN = "__import__('megatron.core.pipeline_parallel.schedules', fromlist=['core']).forward_backward_no_pipelining"
+
+
+def own_schedule(forward_only):
+    """Edit a trainer's pass so that it names Megatron-Core's function and runs a schedule past it."""
+    call = f"run(get_forward_backward_func(), forward_only={forward_only})"
+    return call, call.replace("get_forward_backward_func()", f"{OWN} or get_forward_backward_func()")
+
+
+def unmarked(name):
+    """Edit a trainer's training pass so that its switch says nothing of a replay."""
+    switch = {"slime": 'os.environ["ROUTING_REPLAY_STAGE"] = "{}"', "miles": 'routing_replay_manager.stage = "{}"'}[
+        name
+    ]
+    return switch.format("replay_backward"), switch.format("fallthrough") + "  # replay_backward"
+
+
+TRAINS, PREPARES = "a training pass did not replay them", "a forward-only pass did not replay them"
+LEAVING = [
+    *((name, (own_schedule(False),), TRAINS) for name in ("slime", "miles")),
+    *((name, (unmarked(name),), TRAINS) for name in ("slime", "miles")),
+    *((name, (own_schedule(True),), PREPARES) for name in ("slime", "miles")),
+]
+"""Trainers one of whose passes replays no more, while the function and all of its words are as known."""
+
+KEEPS_QUEUES = (('raise AssertionError("slime\'s own queues of rollout_routed_experts")', "'rollout_routed_experts'"),)
+"""slime's replay stays on in an audit; this one has no routes to replay, and no router has a queue."""
+
+
+def actor_of(name, chunks):
+    """Install a trainer's replay and return its actor."""
+    {"slime": slime, "miles": miles}[name].init(ARGS)
+    module = __import__(f"{name}.backends.megatron_utils.actor", fromlist=["actor"])
+    actor = object.__new__(module.MegatronTrainRayActor)
+    actor.model = chunks
+    return actor
+
+
+def train(name, chunks):
+    """Run a trainer from its rollout to its optimizer; return how many decisions of each pass are wrong."""
+    ids, routes = samples()
+
+    def run(schedule, *, forward_only):
+        return passes(chunks, seen, ids, schedule, forward_only=forward_only)
+
+    with oracle.watched(chunks, oracle.routes_of_tokens(ids, routes)) as seen:
+        actor_of(name, chunks).train_actor({"tokens": ids, "rollout_routed_experts": routes}, run)
+    return seen.counts()
+
+
+@pytest.mark.parametrize(("name", "edits", "message"), LEAVING)
+def test_a_pass_that_stopped_to_replay_raises_in_its_first_step(name, edits, message, trainer, chunks):
+    with pytest.raises(ReplayStateError, match=f"MRR809: samples came in with routes, and {message}: the switch"):
+        train(name, chunks)
+
+
+@pytest.mark.parametrize("name", ["slime"])
+@pytest.mark.parametrize("edits", [(*KEEPS_QUEUES, own_schedule(False)), (*KEEPS_QUEUES, unmarked("slime"))])
+def test_an_audit_says_that_training_was_not_audited(name, edits, trainer, chunks, monkeypatch, caplog):
+    monkeypatch.setenv("MRR_AUDIT", "1")
+    train(name, chunks)
+    assert f"audit of slime's replay: samples came in with routes, and {TRAINS}" in caplog.text
+    monkeypatch.setenv("MRR_AUDIT", "raise")
+    with pytest.raises(ReplayStateError, match="MRR811: audit of slime's replay, forward-only pass 1"):
+        train(name, chunks)  # which has no routes, and all its decisions are wrong
+
+
+@pytest.mark.parametrize("name", ["slime"])
+@pytest.mark.parametrize("edits", [KEEPS_QUEUES])
+def test_an_audit_of_all_passes_says_nothing_of_the_switch(name, edits, trainer, chunks, monkeypatch, caplog):
+    monkeypatch.setenv("MRR_AUDIT", "1")
+    with caplog.at_level(logging.INFO):
+        train(name, chunks)
+    assert "training pass 2: " in caplog.text
+    assert "the switch of" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["forward-only", "training"])
+def test_a_marked_pass_that_runs_no_schedule_raises(kind, trainer, chunks):
+    replay = replayer.install("SkyRL", None, {"min_agreement": 0.0})
+    replay.enter(chunks, samples)
+    message = "MRR809: samples came in with routes, and a marked pass did not replay them"
+    with pytest.raises(ReplayStateError, match=message), replay.in_pass("replay"):
+        pass
+    with oracle.watched(chunks, {}) as seen, replay.in_pass("replay"):
+        passes(chunks, seen, samples()[0], schedules.get_forward_backward_func(), forward_only=kind == "forward-only")
+    assert replay.metrics["router_replay/rows_replayed"] == 46
+
+
+@pytest.mark.parametrize("are_trained", [False, True])
+def test_samples_of_a_rollout_are_replayed_by_a_training_pass(are_trained, trainer, chunks):
+    replay = replayer.install("slime", lambda: True, {})
+    replay.enter(chunks, samples, are_trained=are_trained)
+    with oracle.watched(chunks, {}) as seen:
+        passes(chunks, seen, samples()[0], schedules.get_forward_backward_func(), forward_only=True)
+    if not are_trained:
+        replay.enter(chunks, samples)
+        return
+    with pytest.raises(ReplayStateError, match="MRR809: 6 samples came in with routes, and no training pass replayed"):
+        replay.enter(chunks, samples)
+
+
+def test_samples_that_no_pass_replayed_raise_at_the_next_rollout(trainer, chunks):
+    replayer.install("slime", lambda: False, {})
+    replayer.active().enter(chunks, samples)
+    with pytest.raises(ReplayStateError, match="MRR809: 6 samples came in with routes, and no pass replayed them"):
+        replayer.active().enter(chunks, samples)
+
+
+def test_samples_that_are_refused_leave_nothing_of_an_earlier_rollout(trainer, chunks):
+    replay = replayer.install("slime", lambda: True, {})
+    replay.enter(chunks, samples)
+    with oracle.watched(chunks, {}) as seen:
+        passes(chunks, seen, samples()[0], schedules.get_forward_backward_func(), forward_only=False)
+    assert replay.metrics
+    ids, routes = samples()
+    with pytest.raises(PayloadError, match="MRR802: samples \\[0\\] have no routes"):
+        replay.enter(chunks, lambda: (ids, [None, *routes[1:]]))
+    assert replay.metrics == {}
+    with pytest.raises(ReplayStateError, match="MRR809: a pass of slime replays, and no samples came in"):
+        replay.run(None, model=chunks)
+
+
+def test_samples_without_routes_among_others_are_named(trainer, chunks):
+    replayer.install("slime", lambda: True, {})
+    ids, routes = samples()
+    with pytest.raises(PayloadError, match=r"MRR802: samples \[1, 3\] have no routes, and others have"):
+        replayer.active().enter(chunks, lambda: (ids, [None if i in (1, 3) else part for i, part in enumerate(routes)]))
+
+
+def test_a_pass_that_replays_without_samples_raises(trainer, chunks):
+    replayer.install("slime", lambda: True, {})
+    with pytest.raises(ReplayStateError, match="MRR809: a pass of slime replays, and no samples came in"):
+        replayer.active().run(None, model=chunks)
+
+
+def test_a_pass_that_drives_megatrons_replay_and_is_not_ours_raises(trainer):
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+    chunks = small_model.build(ParallelSizes(), moe_enable_routing_replay=True)
+    before = [list(chunk._forward_pre_hooks) for chunk in chunks]
+    try:
+        replayer.install("slime", lambda: False, {})
+        RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        with oracle.watched(chunks, {}) as seen, pytest.raises(ReplayStateError, match="MRR810: slime drives its own"):
+            passes(chunks, seen, samples()[0], schedules.get_forward_backward_func(), forward_only=True)
+        assert [list(chunk._forward_pre_hooks) for chunk in chunks] == before, "its hooks end with the pass"
+    finally:
+        RouterReplay.global_router_replay_instances.clear()
+
+
+@pytest.mark.parametrize("name", ["slime", "miles"])
+def test_a_rollout_without_routes_is_not_taken_for_a_trainer_that_moved(name, trainer, chunks):
+    with pytest.raises(PayloadError, match="MRR802: this rollout has no rollout_routed_experts"):
+        actor_of(name, chunks).train_actor({"tokens": samples()[0]}, None)

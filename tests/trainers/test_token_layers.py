@@ -1,0 +1,63 @@
+"""Token ids that travel with routes, as more layers."""
+
+import pytest
+import torch
+
+from megatron_router_replay.errors import PayloadError
+from megatron_router_replay.trainers import nemo_rl, skyrl, token_layers
+from tests.trainers import oracle
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+
+@pytest.mark.parametrize("topk", [1, 2, 3, 8])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
+def test_token_ids_travel_with_routes_of_any_topk(topk, dtype):
+    ids = torch.tensor([0, 5, 255, 256, 70_000, 151_000])
+    routes = torch.arange(6 * 2 * topk).view(6, 2, topk).to(dtype)
+    values = token_layers.add(routes[:5], ids, sample=0)
+    assert values.shape == (5, 2 + {1: 3, 2: 2}.get(topk, 1), topk)
+    for filler in (torch.zeros(topk), torch.arange(topk)):
+        filled = torch.cat([values, filler.to(dtype).expand(1, values.shape[1], topk)])
+        back = token_layers.remove(filled, ids, sample=0)
+        assert torch.equal(back[:5], routes[:5].to(torch.int16))
+        assert bool((back[5] == -1).all())
+
+
+def test_a_message_without_tokens_is_joined_with_the_others():
+    """As NeMo-RL does: an observation may be empty, and newer NeMo-RLs give every message rows of routes."""
+    log = [
+        {"token_ids": torch.arange(length), "routed_experts": torch.ones(length, 3, 2, dtype=torch.int16)}
+        for length in (2, 0, 3)
+    ]
+    nemo_rl._add_tokens(log, sample=0)
+    values, ids = (torch.cat([message[name] for message in log]) for name in ("routed_experts", "token_ids"))
+    assert torch.equal(token_layers.remove(values, ids, sample=0, at_least=5), torch.ones(5, 3, 2, dtype=torch.int16))
+
+
+@pytest.mark.parametrize("topk", [1, 4])
+def test_a_sample_without_tokens_has_no_rows(topk):
+    values, ids = torch.zeros(0, 5, topk, dtype=torch.int16), torch.zeros(0, dtype=torch.int64)
+    assert token_layers.remove(values, ids, sample=0, at_least=0).shape == (0, {1: 2, 4: 4}[topk], topk)
+
+
+@pytest.mark.parametrize("name", ["skyrl"])
+def test_a_sample_of_skyrl_that_was_never_generated_is_named(name, trainer):
+    reply = {"prompt_token_ids": [[1, 2]], "response_ids": [[]], "loss_masks": [[]], "rollout_expert_indices": [None]}
+    with pytest.raises(PayloadError, match="MRR802: sample 0 has 2 tokens, and no routes"):
+        skyrl._with_tokens(reply, eos_token_id=2)
+
+
+@pytest.mark.parametrize("name", ["skyrl"])
+def test_only_before_an_eos_that_skyrl_appends_may_a_trained_token_of_it_lack_a_row(name, trainer):
+    """The engine sampled token 6 last and did not run it; SkyRL appends and trains the EOS, 2."""
+
+    def num_rows(response, rows):
+        reply = {"prompt_token_ids": [[4, 5]], "response_ids": [response], "loss_masks": [[1] * len(response)]}
+        rows = torch.arange(oracle.TOPK).expand(rows, 2, -1).numpy()
+        return len(skyrl._with_tokens(reply | {"rollout_expert_indices": [rows]}, eos_token_id=2)[0])
+
+    assert (num_rows([6, 2], 2), num_rows([6, 2], 3), num_rows([6, 7], 3)) == (2, 3, 3)
+    for response, rows in (([6, 2], 1), ([6, 7], 2)):
+        with pytest.raises(PayloadError, match=rf"MRR802: sample 0 has 4 tokens, .* with {rows + 1} rows at least"):
+            num_rows(response, rows)
