@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_router_replay.errors import PayloadError, ReplayStateError
 from megatron_router_replay.trainers import replayer
-from megatron_router_replay.trainers.seams import Seam, hook, take, when_imported
+from megatron_router_replay.trainers.seams import Seam, bind, hook, take, when_imported
 
 FIELD = "routed_experts"
 TRAINERS = "swift.megatron.trainers"
@@ -80,15 +80,16 @@ def install(**options: Any) -> None:
 
 
 # ---- the switch
-def _set_action(original: Any, action: Any, *args: Any, **kwargs: Any) -> None:
+def _set_action(original: Any, *args: Any, **kwargs: Any) -> None:
+    (action,) = bind(original, *args, **kwargs).arguments.values()
     if action.name == "RECORD":
         raise ReplayStateError(
-            "MRR806: --router_replay_mode R2 records by ms-swift's own replay, which this module does not follow. Take R3, "
-            "or run R2 without it."
+            "MRR806: --router_replay_mode R2 records with ms-swift's own replay, which this module does not replace. Take R3, "
+            "or run R2 without this module."
         )
     _is_forward[0] = action.name == "REPLAY_FORWARD"
     if replayer.active().audits:
-        original(action, *args, **kwargs)
+        original(*args, **kwargs)
 
 
 def _clear_action(original: Any, *args: Any, **kwargs: Any) -> None:
@@ -97,32 +98,35 @@ def _clear_action(original: Any, *args: Any, **kwargs: Any) -> None:
 
 
 # ---- the passes
-def _compute_logps(original: Any, model: Any, args: Any, data_iterator: Any, *more: Any, **kwargs: Any) -> Any:
+def _compute_logps(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a pass for log-probs of one micro-batch, which ms-swift runs without a schedule."""
     if not _is_forward[0]:  # the reference's
-        return original(model, args, data_iterator, *more, **kwargs)
-    replay, data = replayer.active(), dict(next(data_iterator))
+        return original(*args, **kwargs)
+    call = bind(original, *args, **kwargs)
+    replay, model, data = replayer.active(), call.arguments["model"], dict(next(call.arguments["data_iterator"]))
     _enter(replay, model, [data])
     if replay.audits:
         _audited.append(data)
+    call.arguments["data_iterator"] = iter([dict(data)])
 
     def forward(**_: Any) -> Any:
-        return original(model, args, iter([dict(data)]), *more, **kwargs)
+        return original(*call.args, **call.kwargs)
 
     log_probs, routes = replay.run(forward, model=model, forward_only=True)
     # ms-swift keeps these routes for the training step; its own are only those of this rank's rows and layers.
     return log_probs, routes if replay.audits else data[FIELD]
 
 
-def _replace_data(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def _replace_data(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Take the samples of the micro-batches that a training step gets."""
-    iterator = original(self, *args, **kwargs)
+    iterator = original(*args, **kwargs)
+    self = bind(original, *args, **kwargs).arguments["self"]
     if getattr(self.args, "router_replay_mode", "") != "R3" or not self.unwrapped_models[0].training:
         return iterator
     replay, batches = replayer.active(), []
     while (batch := next(iterator, None)) is not None:  # no `for`: Megatron-Core's RerunDataIterator is not iterable
         batches.append(dict(batch))
-    _enter(replay, self.wrapped_models, list(_audited) or batches)
+    _enter(replay, self.wrapped_models, list(_audited) or batches, are_trained=True)
     _audited.clear()
     if not replay.audits:
         for each in batches:
@@ -130,7 +134,9 @@ def _replace_data(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return iter(batches)
 
 
-def _enter(replay: replayer.TrainerReplay, chunks: Any, batches: Sequence[Mapping[str, Any]]) -> None:
+def _enter(
+    replay: replayer.TrainerReplay, chunks: Any, batches: Sequence[Mapping[str, Any]], *, are_trained: bool = False
+) -> None:
     padding: set[int] = {0}
 
     def samples() -> tuple[list[Tensor], list[Tensor]]:
@@ -141,7 +147,7 @@ def _enter(replay: replayer.TrainerReplay, chunks: Any, batches: Sequence[Mappin
                 routes.append(rows)
         return tokens, routes
 
-    replay.enter(chunks, samples)
+    replay.enter(chunks, samples, are_trained=are_trained)
     replay.options = {"padding_token_ids": sorted(padding), **_options}
 
 

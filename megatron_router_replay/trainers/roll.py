@@ -11,14 +11,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from megatron_router_replay.errors import PayloadError
 from megatron_router_replay.trainers import replayer
-from megatron_router_replay.trainers.seams import Seam, hook, take, when_imported
+from megatron_router_replay.trainers.seams import Seam, bind, hook, take, when_imported
 
 FIELD = "routed_experts"
 STRATEGY = "roll.distributed.strategy.megatron_strategy"
@@ -52,8 +51,8 @@ def install(**options: Any) -> None:
     _options.update(options)
     hook(COLLATE, _collate)
     when_imported(STRATEGY, lambda module: replayer.install("ROLL", None, options))
-    hook(FORWARD, partial(_run_pass, trains=False))
-    hook(TRAINING, partial(_run_pass, trains=True))
+    hook(FORWARD, _run_forward)
+    hook(TRAINING, _run_training)
     hook(SCHEDULE)
     hook(INNER)
 
@@ -62,7 +61,7 @@ def install(**options: Any) -> None:
 def _collate(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Raise where a sample of a generation has fewer rows of routes than ROLL's `postprocess_generate` keeps tokens."""
     batch = original(*args, **kwargs)
-    rows = inspect.signature(original).bind(*args, **kwargs).arguments.get(FIELD)
+    rows = bind(original, *args, **kwargs).arguments.get(FIELD)
     if rows is not None:
         (mask,) = take(COLLATE, dict(batch.batch.items()), "attention_mask")
         for i, (length, part) in enumerate(zip(mask.sum(dim=1).tolist(), rows, strict=True)):
@@ -76,19 +75,27 @@ def _collate(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 # ---- the workers
-def _run_pass(original: Any, self: Any, batch: Any, *args: Any, trains: bool, **kwargs: Any) -> Any:
+def _run_forward(original: Any, *args: Any, **kwargs: Any) -> Any:
+    return _run_pass(bind(original, *args, **kwargs), original)
+
+
+def _run_training(original: Any, *args: Any, **kwargs: Any) -> Any:
+    results = _run_pass(bind(original, *args, **kwargs), original)
+    replayer.active().add_metrics([results])  # ROLL takes the mean
+    return results
+
+
+def _run_pass(call: inspect.BoundArguments, original: Any) -> Any:
+    """Run a pass of ROLL's strategy, whose batch has routes if it replays."""
+    self, fields = call.arguments["self"], dict(call.arguments["batch"].batch.items())
     # A reference's batch has no routes; ROLL itself raises where one that trains has none.
-    if not self.enable_router_replay or FIELD not in batch.batch.keys():
-        return original(self, batch, *args, **kwargs)
+    if not self.enable_router_replay or FIELD not in fields:
+        return original(*call.args, **call.kwargs)
     replay = replayer.active()
-    fields = dict(batch.batch.items())
     replay.enter(self.model.get_models(), lambda: _samples(fields))
     replay.options = {"padding_token_ids": _padding_tokens(fields), **_options}
     with replay.in_pass("replay"), _own_replay(self, is_on=replay.audits):
-        results = original(self, batch, *args, **kwargs)
-    if trains:
-        replay.report([results])  # ROLL takes the mean
-    return results
+        return original(*call.args, **call.kwargs)
 
 
 @contextmanager
