@@ -31,7 +31,8 @@ class DecodeOptions:
         num_tokens: S, where the ids are not known at all; the trace then cannot prove that it fits its tokens.
         start: the token of the first row, as the request set it in `routed_experts_prompt_start` (vLLM) or
             `routed_experts_start_len` (SGLang). Compared with the start that the reply states, and not needed then.
-        missing: the treatment of rows that are there without a route: -1, or an expert twice. "raise", or "live": the
+        missing: the treatment of rows that are there without a route: -1, an expert twice, or one row over many tokens that
+            differ. "raise", or "live": the
             live router decides these tokens, and the log counts them.
         weight_version: of the weights that chose the routes, stored with every token; a mapping gives the number of each
             version that the reply names. A reply that names integers is stamped without it.

@@ -209,7 +209,7 @@ def process() -> Iterator[None]:
 def audited(step: Any, word: str, *args: Any) -> tuple[Any, list[Any]]:
     """Run a trainer with its own replay under MRR_AUDIT=word; return this oracle's counts and the audit's findings."""
     with mock.patch.dict(os.environ, MRR_AUDIT=word):
-        return step(*args, audits=True), list(FINDINGS)
+        return step(*args), list(FINDINGS)
 
 
 def planting(original: Any) -> Any:

@@ -51,11 +51,11 @@ def gather_trace(
 
     A collective. Each rank sends its own rows to all, in turn, so a rank needs memory for the whole and for one message.
     Samples of different replicas follow one another, and the parts of a replica have the same rows. If a rank of the group
-    queued rows by hand, all rows are the whole batch's.
+    gave rows by hand, all rows are the whole batch's.
 
     Args:
         trace: this rank's part; or the error for which it has none, which is raised: no rank waits for it.
-        replica: the data-parallel ranks of its samples; None: its rows were queued by hand.
+        replica: the data-parallel ranks of its samples; None: its rows were given by hand.
 
     Returns:
         The recording, and the data-parallel ranks of all its samples.

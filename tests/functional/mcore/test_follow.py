@@ -38,7 +38,8 @@ def the_trace() -> mrr.RoutingTrace:
     routes = random_routes(sum(lengths), 4).split([*lengths])
     # Equal prefixes have equal routes, as an engine's have: a batch that is cut inside of one takes the first.
     routes[1][:4], routes[5][:4] = routes[0][:4], routes[2][:4]
-    return mrr.RoutingTrace.from_samples(samples(), list(routes), num_experts=8, layer_numbers=range(1, 5))
+    sizes = {"num_experts": 8, "layer_numbers": range(1, 5)}
+    return mrr.RoutingTrace.from_samples(samples(), list(routes), **sizes, last_token="unrouted")
 
 
 ORDER, ANY_LENGTH = (0, 1, 2, 3, 4, 5), 99

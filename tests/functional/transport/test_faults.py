@@ -93,6 +93,15 @@ def test_a_rank_that_dies_between_batches_is_named_within_the_ready_timeout(port
         assert ranks[0].result(SLACK_S).endswith(text)
 
 
+def test_a_process_that_waits_names_the_one_that_does_not_come(
+    port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("megatron_router_replay.transport.group._WAIT_LINE_S", 0.5)
+    (text,) = attempts(lambda: join(port, sender=0, ready_timeout=timedelta(seconds=2)))
+    assert text.endswith(f"waited 2 s for {THE_RANK}.")
+    assert f"rollout process 0 waits for {THE_RANK}, 1 s of ready_timeout=2 s" in caplog.text
+
+
 def serve_and_die(port: int) -> None:
     """Be the rollout process that serves the store, and die while the ranks wait."""
     store = open_store("127.0.0.1", port, is_server=True)

@@ -132,7 +132,7 @@ def test_nobody_waits_for_a_rank_that_failed_and_later_sessions_are_right(on_ran
 def test_a_rank_that_is_in_order_says_which_are_not(on_ranks):
     first, second = on_ranks(2, at_fault)
     assert "rank 0 is in order, but ranks [1] are not" in first
-    assert "rank 1, chunk 0, micro-batch 1, layer 1: routes were queued, but no forward used them" in second
+    assert "rank 1, chunk 0, micro-batch 1, layer 1: rows were given, but no forward used them" in second
 
 
 def at_fault():
@@ -215,7 +215,7 @@ def without_the_other():
 def test_a_rank_that_never_comes_is_named_as_a_reason(on_ranks):
     message, _ = on_ranks(2, without_the_other)
     assert "rank 0 waited 0:00:01 at the end of its session for the 2 ranks of its group" in message
-    assert "rank 0, chunk 0, micro-batch 1, layer 1: routes were queued, but no forward used them" in message
+    assert "rank 0, chunk 0, micro-batch 1, layer 1: rows were given, but no forward used them" in message
     assert on_ranks(2, step) == [8, 8]
 
 
