@@ -84,8 +84,8 @@ def _set_action(original: Any, *args: Any, **kwargs: Any) -> None:
     (action,) = bind(original, *args, **kwargs).arguments.values()
     if action.name == "RECORD":
         raise ReplayStateError(
-            "MRR806: --router_replay_mode R2 records with ms-swift's own replay, which this module does not replace. Take R3, "
-            "or run R2 without this module."
+            "MRR806: --router_replay_mode R2 records with ms-swift's own replay, which this module does not replace. "
+            "Take R3, or run R2 without this module."
         )
     _is_forward[0] = action.name == "REPLAY_FORWARD"
     if replayer.active().audits:

@@ -26,7 +26,7 @@ ZOO = (
     "swift.sequence_parallel",
     "swift.rlhf_trainers.grpo_trainer",
 )
-"""ms-swift's modules of each architecture, of data sets and of its other backend: they need packages, and no case runs them."""
+"""Modules of each architecture, of data sets and of its backend without Megatron: no case runs them."""
 
 
 class Config(SimpleNamespace):
@@ -42,6 +42,7 @@ def arguments(layout: ParallelSizes, *, packs: bool) -> Config:
     return Config(
         router_replay_mode="R3",
         task_type="causal_lm",
+        report_to=[],
         padding_free=packs,
         tensor_model_parallel_size=layout.tp_size,
         pipeline_model_parallel_size=layout.pp_size,
@@ -123,7 +124,11 @@ def step(
         audits: ms-swift's own replay is in the routers.
         plants: it gets one wrong row.
     """
-    with trainer_imports(folder, SOURCE.packages, services=SERVICES + ZOO), oracle.process(), _own_replay(audits, plants):
+    with (
+        trainer_imports(folder, SOURCE.packages, services=SERVICES + ZOO),
+        oracle.process(),
+        _own_replay(audits, plants),
+    ):
         torch._dynamo.config.disable = True
         ms_swift.install()
         from swift.megatron.trainers import base, grpo_trainer
