@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Literal, TypedDict
 
 import torch
 
@@ -72,18 +72,3 @@ class SampleOptions(SharedOptions, total=False):
     num_tokens: int | None
     start: int
     sample_id: str | None
-
-
-_WITHDRAWN = {
-    "allocate": "the trace allocates its memory.",
-    "allow_surplus_rows": "upgrade the engine, or decode an array without the rows after the last token but one.",
-    "choice": "decode_batch reads all choices of a response, and trace.samples() lists them.",
-    "ignore_before": "join_prefill_decode joins the replies of a prefill and a decode server.",
-    "num_prompt_tokens": "prompt_token_ids= is compared with the ids.",
-}
-
-
-def refuse_withdrawn(options: Mapping[str, Any]) -> None:
-    """Raise PayloadError for an option of an earlier version."""
-    for name in _WITHDRAWN.keys() & options.keys():
-        raise PayloadError(f"MRR101: {name}= of decode is gone in 0.3: {_WITHDRAWN[name]}")

@@ -343,17 +343,6 @@ class RoutingTrace:
         removed = as_mask("the mask", mask, self.num_tokens).to(self.device)
         return self._with(replay_mask=self.replay_mask & ~removed)
 
-    def keep(self, mask: ArrayLike | Tensor) -> RoutingTrace:
-        """Raise TraceError: a method of an earlier version."""
-        raise TraceError("MRR101: trace.keep(mask) is gone in 0.3: use trace.without_routes(~mask).")
-
-    def select_samples(self, samples: Sequence[int]) -> RoutingTrace:
-        """Raise TraceError: a method of an earlier version."""
-        raise TraceError(
-            "MRR101: trace.select_samples(samples) is gone in 0.3: replay finds samples by their tokens, in any order. "
-            "For some of them: concat_traces([sample, ...]) of trace.samples()."
-        )
-
     def gather_rows(self, rows: Tensor | Sequence[int]) -> RoutingTrace:
         """Return a copy with these rows in this order; sample metadata is dropped.
 

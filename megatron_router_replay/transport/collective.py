@@ -106,12 +106,7 @@ class RouteGroup:
         timeout: timedelta = timedelta(minutes=30),
         ready_timeout: timedelta = timedelta(hours=2),
         times: TransportTimes | None = None,
-        host: None = None,
     ) -> None:
-        if host is not None:
-            raise TransportError(
-                "MRR601: host= is gone in 0.3: the environment variable GLOO_SOCKET_IFNAME names the interface."
-            )
         places = layout.places()
         if (sender is None) == (place is None) or bucket_bytes < 1:
             raise TransportError(

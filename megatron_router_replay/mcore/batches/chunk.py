@@ -14,19 +14,12 @@ from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from megatron_router_replay.checks import check_withdrawn
 from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.layout.split import rows_for_router
 from megatron_router_replay.mcore.batches.inputs import ForwardInputs, read_inputs
 from megatron_router_replay.mcore.batches.microbatch import Microbatch
 from megatron_router_replay.mcore.core.counts import Counts
 from megatron_router_replay.mcore.model.find import FoundRouter, wrappers
-
-_WITHDRAWN = dict.fromkeys(
-    ("routing_rows", "routing_padding", "routing_trained"),
-    "the tokens of each forward find its rows; a model that gets embeddings takes session.microbatch(rows, model).",
-)
-"""Keyword of a model's forward in an earlier version -> its replacement."""
 
 _CACHES = ("inference_context", "inference_params")
 """Keywords of Megatron-Core by which a forward continues the sequences of earlier ones."""
@@ -261,8 +254,6 @@ class Chunk:
             # A copy of the model that was made inside the session is not under it.
             if called is not module or bound is not self._wrapped.get(name) or not self._session.is_new_forward():
                 return False
-            withdrawn = {name: kwargs[name] for name in _WITHDRAWN if name in kwargs}
-            check_withdrawn(type(module).__name__, withdrawn, _WITHDRAWN)
             if self.given is None and any(kwargs.get(name) is not None for name in _CACHES):
                 raise ReplayStateError(
                     f"MRR424: {self.where}: {type(module).__name__} got an inference_context, and its cache has "

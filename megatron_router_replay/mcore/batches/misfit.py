@@ -72,7 +72,10 @@ def of_no_sample(
             f"MRR207: token {token} stands {run} times to the end, behind {whose} of {sample}. If it is padding, say "
             f"{argument}, or give the model padding_mask or unpadded cu_seqlens_q.",
         )
-    padding = f" If token {token} is padding, say {argument}." if is_constant and not is_bounded else ""
+    padding = ""
+    if not is_bounded:
+        may_pad_left = may_pad_left and _run(tokens) > reading.known  # the padding may be the samples' first token, too
+        padding = _advice(tokens, rest, declared or (), may_pad_left=may_pad_left)
     if reading.is_whole:
         known = samples.num_known(keys_of(rest))
         if known > 1 or known == len(rest):
@@ -85,7 +88,7 @@ def of_no_sample(
         return Misfit(
             at,
             f"MRR206: it holds all {reading.known} tokens of {sample}, and from position {reading.known} on (token {token}) "
-            "more than one token that is no padding. If it is padding, say padding_token_ids=[...], or give padding_mask.",
+            f"more than one token that is no padding.{padding or ' If it is padding, give padding_mask.'}",
         )
     if reading.known <= _CHANCE and (inside := _inside(samples, tokens[reading.start :], reading.known)):
         return Misfit(reading.start, _cut_on_the_left(names, inside) + padding)
@@ -95,6 +98,24 @@ def of_no_sample(
         f"{int(samples.token_ids[reading.row + reading.known])} at position {reading.known}, but it has token {token} there. "
         f"Were the tokens of the rollout tokenized again, or changed?{padding}",
     )
+
+
+def _advice(tokens: Any, rest: Any, declared: tuple[int, ...], *, may_pad_left: bool) -> str:
+    """Return what to say if the tokens at an end of a sequence are padding, "": none may be.
+
+    Args:
+        tokens: of the sequence, [n].
+        rest: those behind its sample.
+        may_pad_left: equal tokens in front may be padding, too.
+    """
+    ends = [int(tokens[0])] if may_pad_left and _run(tokens) > 1 else []
+    if _run(rest[::-1]) > 1 or len(rest) == 1:
+        ends.append(int(rest[-1]))
+    new = [token for token in dict.fromkeys(ends) if token not in declared]
+    if not new:
+        return ""
+    which = " or ".join(map(str, new))
+    return f" If token {which} is padding, say padding_token_ids={[*declared, *new]}."
 
 
 def _of_no_beginning(

@@ -269,6 +269,7 @@ def judge_replay(everyone: Mapping[int, Numbers], least: float | None) -> list[s
             ]
         return [
             f"nothing was replayed on {ranks}: no forward of the model reached all of its routers inside the session. Does "
-            "the block run the model that it was opened on, outside of session.paused()?"
+            "the block run the model that it was opened on, outside of session.paused()? For a step that may have no "
+            "micro-batch, pass min_replayed=0."
         ]
     return []

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_router_replay.checks import check_withdrawn
+from megatron_router_replay.checks import with_checked_options
 from megatron_router_replay.errors import LayoutError, ReplayStateError, RouterReplayError, TraceError
 from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.batches.inputs import ForwardInputs, TokenReader
@@ -342,6 +342,7 @@ def _place(rows: Tensor, used: Tensor, length: int) -> tuple[Tensor, Tensor]:
     return placed, seen
 
 
+@with_checked_options
 def record(
     model_chunks: Models,
     *,
@@ -349,7 +350,6 @@ def record(
     cp_partition_mode: Partition | None = None,
     verify: bool = False,
     group: dist.ProcessGroup | None = None,
-    **withdrawn: Any,
 ) -> RecordSession:
     """Record which experts the model uses; `recording.trace()` returns them.
 
@@ -374,7 +374,6 @@ def record(
         LayoutError: the model has no experts.
         ReplayStateError: the model is under another session, or RouterReplay objects of its own have an action.
     """
-    check_withdrawn("record", withdrawn, {"mtp": "MTP routers are live, and no recording has their routes."})
 
     def make(group_check: GroupCheck) -> RecordSession:
         routers = SessionRouters(model_chunks, verify=verify)

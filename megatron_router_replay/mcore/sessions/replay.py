@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_router_replay.checks import check_withdrawn
+from megatron_router_replay.checks import with_checked_options
 from megatron_router_replay.errors import LayoutError, TraceError
 from megatron_router_replay.layout.rows import count_differing_tokens
 from megatron_router_replay.mcore.batches.chunk import Chunk
@@ -34,14 +34,6 @@ from megatron_router_replay.mcore.sessions.session import Session, open_session
 from megatron_router_replay.trace import RoutingTrace
 
 WrongRoutes = Literal["raise", "warn"]
-
-_WITHDRAWN = dict.fromkeys(
-    ("expert_bias", "aux_loss"), "Megatron-Core counts by itself, and balance='off' leaves both out of a session."
-) | {
-    "choose": "nothing replaces it; every row with a route is replayed in every layer.",
-    "mtp": "MTP routers are live, and their recomputes use the experts of their forward.",
-}
-"""Option of an earlier version -> its replacement."""
 
 
 class TraceRoutes(Strategy):
@@ -242,6 +234,7 @@ class TraceRoutes(Strategy):
         }
 
 
+@with_checked_options
 def replay(
     model_chunks: Models,
     trace: RoutingTrace | str | os.PathLike[str] | None = None,
@@ -256,7 +249,6 @@ def replay(
     ask_every_layer: bool = False,
     group: dist.ProcessGroup | None = None,
     balance: Balance = "megatron",
-    **withdrawn: Any,
 ) -> Session:
     """Make the model use given experts, in every forward and recompute.
 
@@ -304,8 +296,6 @@ def replay(
         LayoutError: the model has no experts, or not all chunks of a virtual pipeline are given.
         ReplayStateError: the model is under another session, or RouterReplay objects of its own have an action.
     """
-
-    check_withdrawn("replay", withdrawn, _WITHDRAWN)
 
     shares = {"min_replayed": min_replayed, "min_agreement": min_agreement}
     if not enabled:

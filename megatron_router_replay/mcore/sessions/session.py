@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_router_replay.checks import check_withdrawn
+from megatron_router_replay.checks import with_checked_options
 from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.mcore.core import hooks
 from megatron_router_replay.mcore.core.call import RoutingSource
@@ -30,15 +30,6 @@ from megatron_router_replay.mcore.sessions.routers import SessionRouters
 _LOG = logging.getLogger(__name__)
 
 S = TypeVar("S", bound="Session")
-
-_WITHDRAWN = dict.fromkeys(
-    ("routes", "stamped", "trust_layout", "filler", "missing", "layer_numbers", "split", "stale"),
-    "make a trace with RoutingTrace.from_samples(tokens, routes, ...) and replay it: rows are found by tokens.",
-) | {
-    "ahead": "give each micro-batch right before its forward.",
-    "trained": "min_replayed= bounds the share of tokens without a route, and the report counts them.",
-}
-"""Option of an earlier version -> its replacement."""
 
 
 class Session:
@@ -79,6 +70,7 @@ class Session:
         return self
 
     # ---- forwards
+    @with_checked_options
     def microbatch(
         self,
         rows: Tensor | Any = None,
@@ -86,7 +78,6 @@ class Session:
         *,
         token_ids: Tensor | Any = None,
         padding: Tensor | Any = None,
-        **withdrawn: Any,
     ) -> None:
         """Give the rows of the next forward of a model chunk by hand.
 
@@ -106,7 +97,6 @@ class Session:
             LayoutError: rows, masks or tokens do not fit each other or the trace; the model is none of the session's chunks.
             ReplayStateError: the session is closed, or takes no micro-batches; or no forward has used the rows given before.
         """
-        check_withdrawn("session.microbatch", withdrawn, _WITHDRAWN)
         if (microbatches := self._rows_side()) is not None:
             microbatches.give(rows, model, token_ids=token_ids, padding=padding)
 

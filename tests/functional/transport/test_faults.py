@@ -270,11 +270,10 @@ def test_a_store_listens_on_the_address_that_is_given_alone() -> None:
         {"sender": 1},
         {"place": Place(dp_rank=1)},
         {"sender": 0, "bucket_bytes": 0},
-        {"sender": 0, "host": "x"},
     ],
 )
 def test_options_that_make_no_member_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(TransportError, match=r"MRR601: .*(sender|host= is gone in 0.3)"):
+    with pytest.raises(TransportError, match=r"MRR601: .*sender"):
         RouteGroup(None, ONE, **options)
 
 
