@@ -235,7 +235,11 @@ def _imports(folder: str) -> Iterator[None]:
         tempfile.TemporaryDirectory() as logs,
         mock.patch.dict(os.environ, ROLL_LOG_DIR=logs),
         mock.patch.object(sys, "path", [source, *sys.path]),
-        mock.patch.dict(sys.modules, torch_npu=None),  # its stand-in would be found, and ROLL would run on NPUs
         trainer_imports(folder, PACKAGES, services=SERVICES),
     ):
-        yield
+        # Not by a patch of sys.modules, which drops each module that is imported inside. A stand-in would be an NPU.
+        sys.modules["torch_npu"] = None  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            del sys.modules["torch_npu"]
