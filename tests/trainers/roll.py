@@ -141,7 +141,7 @@ def step(
                     me.forward_step(made, worker.forward_func_log_probs)
                 seen.mark()
             metrics = me.train_step(batch(seed, flags), worker.loss_func)
-            assert audits or metrics["router_replay/replayed_share"] == 46 / 52
+            assert audits or metrics["router_replay/replayed_share"] > 0.8
         return seen.counts()
 
 

@@ -68,7 +68,6 @@ CASES = {
     "roll pp2 full": (PP2, FULL, {}),
     "roll pp2 dynamic": (PP2, {}, DYNAMIC),
     "roll pp2 packed moe": (PP2, MOE, PACKED),
-    "roll pp2 vpp2 full": (VPP2, FULL, {}),
     "ms_swift": (ONE, {}, {}),
     "ms_swift full": (ONE, FULL, {}),
     "ms_swift packed moe": (ONE, MOE, PACKED),
