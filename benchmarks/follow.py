@@ -1,4 +1,4 @@
-"""Cost of finding rows by tokens: the index of a trace beside torch.sort, a micro-batch beside one of rows by hand.
+"""Cost of finding rows by tokens: sorting a trace's samples, and a micro-batch beside one of rows by hand.
 
 OMP_NUM_THREADS=1 python -m benchmarks.follow
 """
@@ -17,12 +17,12 @@ from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_router_replay as mrr
-from megatron_router_replay.mcore.batches.index import PrefixIndex
 from megatron_router_replay.mcore.batches.inputs import read_inputs
+from megatron_router_replay.mcore.batches.samples import SortedSamples
 from tests.unit.mcore.tiny_chunk import EXPERTS, Chunk, random_routes
 
-LENGTH, PADDING = 512, 64
-"""Tokens of a sample; of these, how many are cut off for padding."""
+TOKENS = 8192
+"""Of a micro-batch."""
 
 FIRST = 7
 """The token that all samples begin with, as those of a chat template do."""
@@ -56,22 +56,25 @@ def least(repeats: int, *calls: Callable[[], object]) -> list[float]:
     return [min(times) for times in taken]
 
 
-def batches(samples: Tensor, rows: Tensor) -> dict[str, tuple[Tensor, Tensor, dict[str, Any]]]:
-    """Return name -> tokens and rows [b, s], and other inputs of the forward."""
-    kept = LENGTH - PADDING
-    right = pad(samples[:, :kept], (0, PADDING)), pad(rows[:, :kept], (0, PADDING), value=-1)
-    left = pad(samples[:, :kept], (PADDING, 0)), pad(rows[:, :kept], (PADDING, 0), value=-1)
-    positions = {"position_ids": torch.arange(LENGTH).expand(len(samples), -1)}
-    bounds = torch.arange(len(samples) + 1, dtype=torch.int32) * LENGTH
-    packed = {"packed_seq_params": SimpleNamespace(cu_seqlens_q=bounds)}
-    return {
-        "packed, no padding": (samples.reshape(1, -1), rows.reshape(1, -1), packed),
-        "packed, padding after each sequence": (right[0].reshape(1, -1), right[1].reshape(1, -1), packed),
-        "padded, no padding": (samples, rows, {}),
-        "padded on the right": (*right, {}),
-        "padded on the right, with position_ids": (*right, positions),
-        "padded on the left": (*left, {}),
+def batches(taken: Tensor, rows: Tensor, padding: int) -> dict[str, tuple[Tensor, Tensor, dict[str, Any]]]:
+    """Return name -> tokens and rows [b, s], and other inputs of the forward.
+
+    Args:
+        taken, rows: [b, n], tokens of samples, and their rows in the trace.
+        padding: positions that are added to each.
+    """
+    length = taken.shape[1] + padding
+    right = pad(taken, (0, padding)), pad(rows, (0, padding), value=-1)
+    left = pad(taken, (padding, 0)), pad(rows, (padding, 0), value=-1)
+    bounds = {
+        "packed_seq_params": SimpleNamespace(cu_seqlens_q=torch.arange(len(taken) + 1, dtype=torch.int32) * length)
     }
+    made = {
+        "packed": (right[0].reshape(1, -1), right[1].reshape(1, -1), bounds),
+        "rows": (*right, {}),
+        "rows, with position_ids": (*right, {"position_ids": torch.arange(length).expand(len(taken), -1)}),
+    }
+    return made | ({"rows, padded on the left": (*left, {})} if padding else {})
 
 
 def measure(
@@ -80,17 +83,18 @@ def measure(
     """Return the milliseconds of a micro-batch by hand and of a followed one, and the operations of each."""
     model = Model()
     padding = rows < 0 if bool((rows < 0).any()) else None
-    session = mrr.replay(model, trace, min_agreement=0, min_replayed=0)
+    options: dict[str, Any] = {"padding_token_ids": [0]} if padding is not None else {}
+    session = mrr.replay(model, trace, min_agreement=0, min_replayed=0, **options)
     microbatches: Any = session._microbatches
     (chunk,) = microbatches.chunks
 
     def by_hand() -> None:
         session.microbatch(rows, model, token_ids=ids, padding=padding)
-        chunk.queue.clear()
+        chunk.given = None
 
     def followed() -> None:
         microbatches.follow(chunk, read_inputs(model, (ids,), inputs))
-        chunk.queue.clear()
+        chunk.given = None
 
     hand, follow = least(150, by_hand, followed)
     counts = []
@@ -105,33 +109,37 @@ def measure(
 def main() -> None:
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
-    print("| rows of the trace | index | torch.sort of as many int64 | ratio | bytes a row |")
-    print("| --- | --- | --- | --- | --- |")
+    print("| rows of the trace, samples of 512 | sorted |")
+    print("| --- | --- |")
     for num_rows in (1 << 18, 1 << 20):
-        tokens = torch.randint(150_000, (num_rows,), generator=generator, dtype=torch.int32)
-        lengths = [LENGTH] * (num_rows // LENGTH)
-        keys = torch.randint(-(1 << 62), 1 << 62, (num_rows,), generator=generator)
-        made, plain = least(7, partial(PrefixIndex, tokens, lengths), keys.sort)
-        nbytes = PrefixIndex(tokens, lengths).nbytes / num_rows
-        print(f"| {num_rows:,} | {made:.0f} ms | {plain:.0f} ms | {made / plain:.1f} | {nbytes:.1f} |")
+        tokens = torch.randint(150_000, (num_rows,), generator=generator, dtype=torch.int32).numpy()
+        lengths = [512] * (num_rows // 512)
+        has_route = torch.arange(num_rows).remainder(512).ne(511).numpy()
+        (made,) = least(7, partial(SortedSamples, tokens, lengths, has_route))
+        print(f"| {num_rows:,} | {made:.0f} ms |")
 
-    num_rows = 1 << 18
-    samples = torch.randint(10, 150_000, (num_rows // LENGTH, LENGTH), generator=generator)
-    samples[:, 0] = FIRST
-    trace = mrr.RoutingTrace(
-        topk_indices=random_routes(num_rows, 3, 3),
-        layer_numbers=(1, 2, 3),
-        num_experts=EXPERTS,
-        token_ids=samples.flatten().int(),
-        sequence_lengths=[LENGTH] * len(samples),
-    )
-    print("\n| batch of 8,192 tokens | by hand | followed | ratio | operations by hand | followed |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    chosen = torch.randperm(len(samples), generator=generator)[: 8192 // LENGTH]
-    rows = chosen.unsqueeze(1) * LENGTH + torch.arange(LENGTH)
-    for name, (ids, at, inputs) in batches(samples[chosen], rows).items():
-        hand, follow, *counts = measure(trace, ids, at, inputs)
-        print(f"| {name} | {hand:.2f} ms | {follow:.2f} ms | {follow / hand:.1f} | {counts[0]} | {counts[1]} |")
+    print(f"\n| batch of {TOKENS:,} tokens | samples of | by hand | followed | ratio | operations by hand | followed |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for length in (64, 512, 2048):
+        for padding in (0, length // 8):
+            for cut in (0, length // 8):
+                part = length - padding
+                samples = torch.randint(10, 150_000, ((1 << 18) // length, part + cut), generator=generator)
+                samples[:, 0] = FIRST
+                trace = mrr.RoutingTrace(
+                    topk_indices=random_routes(samples.numel(), 3, 3),
+                    layer_numbers=(1, 2, 3),
+                    num_experts=EXPERTS,
+                    token_ids=samples.flatten().int(),
+                    sequence_lengths=[part + cut] * len(samples),
+                )
+                chosen = torch.randperm(len(samples), generator=generator)[: TOKENS // length]
+                rows = chosen.unsqueeze(1) * (part + cut) + torch.arange(part)
+                for name, (ids, at, inputs) in batches(samples[chosen, :part], rows, padding).items():
+                    hand, follow, *counts = measure(trace, ids, at, inputs)
+                    what = f"{'cut' if cut else 'whole'}{', padded' if padding else ''}"
+                    times = f"{hand:.2f} ms | {follow:.2f} ms | {follow / hand:.1f}"
+                    print(f"| {name} | {length}, {what} | {times} | {counts[0]} | {counts[1]} |")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from megatron_router_replay.errors import RouterReplayError
-from megatron_router_replay.lazy import FOUND_BY_TOKENS, lazy_names
+from megatron_router_replay.lazy import lazy_names
 
 if TYPE_CHECKING:
     from megatron_router_replay import capture, diagnostics, engines, layout, mcore, store, trainers, transport
@@ -74,14 +74,9 @@ _MODULES = {
 }
 """Public name -> the module that has it; every other public name is a module itself."""
 
-_BY_TOKENS = (
-    "RoutingTrace.from_samples(tokens, routes, ...), then replay(model_chunks, trace): rows are found by tokens."
-)
-
 # RouterReplayError, imported above, never reaches __getattr__.
 __getattr__, __dir__ = lazy_names(
     __name__,
     {name: _MODULES.get(name, name) for name in __all__},
     also=("__version__",),
-    withdrawn=dict.fromkeys(("microbatch", "stamp", "stamp_batch"), _BY_TOKENS) | {"attach": FOUND_BY_TOKENS},
 )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 import operator
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +21,9 @@ Check = Callable[..., None]
 
 `detail` returns the whole message if the host may wait for it.
 """
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _LOG = logging.getLogger(__name__)
 
@@ -96,22 +102,35 @@ def as_mask(values: Any, name: str) -> Tensor:
         ) from error
 
 
-def check_withdrawn(function: str, options: Mapping[str, Any], replacements: Mapping[str, str]) -> None:
-    """Raise if a call passes an option of an earlier version, or an unknown one.
+def check_options(function: str, options: Iterable[str], known: Iterable[str]) -> None:
+    """Raise if a call passes an option that a function does not have.
 
     Args:
-        function: name of the called function, for messages.
-        options: its surplus keywords.
-        replacements: withdrawn option -> its replacement, for the message.
+        function: name of the called function, for the message.
+        options: names of the keywords that the call passes.
+        known: names of the keywords that the function has.
 
     Raises:
-        TraceError: an option is withdrawn.
-        TypeError: an option was never there.
+        TypeError: it has no such option; the message has the most similar one.
     """
+    known = list(known)
     for name in options:
-        if name not in replacements:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-        raise TraceError(f"MRR101: {function}({name}=...) is gone in 0.3: {replacements[name]}")
+        if name not in known:
+            similar = get_close_matches(name, known, n=1)
+            suggestion = f". Did you mean {similar[0]!r}?" if similar else ""
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{suggestion}")
+
+
+def with_checked_options(function: Callable[P, R]) -> Callable[P, R]:
+    """Return a function whose TypeError about an unknown option has the most similar one that there is."""
+    known = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        check_options(function.__name__, kwargs, known)
+        return function(*args, **kwargs)
+
+    return call
 
 
 _warned: set[str] = set()

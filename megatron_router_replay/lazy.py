@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from types import MappingProxyType
 from typing import Any
-
-FOUND_BY_TOKENS = (
-    "the tokens of each forward find its rows: `with mrr.replay(model_chunks, trace)` alone; a model that gets embeddings "
-    "takes session.microbatch(rows, model)."
-)
-"""What replaces the names by which a batch carried its rows."""
 
 
 def lazy_names(
@@ -19,7 +12,6 @@ def lazy_names(
     modules: Mapping[str, str],
     *,
     also: tuple[str, ...] = (),
-    withdrawn: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return a package's `__getattr__` and `__dir__`.
 
@@ -27,12 +19,9 @@ def lazy_names(
         package: `__name__` of the package.
         modules: public name -> the module of the package that has it, or that it is.
         also: names that the package has itself and that dir() shows.
-        withdrawn: name of an earlier version -> what replaces it, for the message of the AttributeError.
     """
 
     def load(name: str) -> Any:
-        if name in withdrawn:
-            raise AttributeError(f"{package}.{name} is gone in 0.3: {withdrawn[name]}")
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module = import_module(f"{package}.{modules[name]}")

@@ -30,8 +30,7 @@ def signature(value: Any) -> str:
         found = inspect.signature(value)
     except (TypeError, ValueError):
         return ""
-    shown = (each for each in found.parameters.values() if each.name != "withdrawn")
-    parameters = [each.replace(annotation=inspect.Parameter.empty) for each in shown]
+    parameters = [each.replace(annotation=inspect.Parameter.empty) for each in found.parameters.values()]
     text = str(found.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
     return re.sub(r"<[^>]*>", "...", text).replace("|", "\\|")
 

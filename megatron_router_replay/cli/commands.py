@@ -13,7 +13,6 @@ from megatron_router_replay.cli.diff import diff
 from megatron_router_replay.cli.doctor import doctor
 from megatron_router_replay.cli.explain import explain
 from megatron_router_replay.cli.inspect import inspect
-from megatron_router_replay.cli.output import fail
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -42,12 +41,3 @@ for command in (demo, doctor, inspect, diff, explain):
     # typer keeps the line breaks inside a docstring's paragraph, which are for 120 columns.
     paragraphs = (getdoc(command) or "").split("\n\n")
     app.command(help="\n\n".join(" ".join(text.split()) for text in paragraphs))(command)
-
-
-@app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
-def convert() -> None:
-    """Say what replaces the command of 0.2."""
-    fail(
-        "MRR901: convert is gone in 0.3. In Python: trace = mrr.engines.vllm.decode_batch(reply, model=folder), then "
-        "mrr.save_trace(trace, path)."
-    )

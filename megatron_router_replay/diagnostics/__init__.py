@@ -18,9 +18,4 @@ if TYPE_CHECKING:
 
 __all__ = ["diff_traces", "logprob_mismatch"]
 
-_WITHDRAWN = {
-    "mismatch_by_routes": "compare logprob_mismatch of a live and of a replayed forward; rounding stays under replay."
-}
-__getattr__, __dir__ = lazy_names(
-    __name__, {"diff_traces": "diff", "logprob_mismatch": "metrics"}, withdrawn=_WITHDRAWN
-)
+__getattr__, __dir__ = lazy_names(__name__, {"diff_traces": "diff", "logprob_mismatch": "metrics"})

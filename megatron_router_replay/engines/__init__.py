@@ -42,8 +42,6 @@ __all__ = [
     "vllm",
 ]
 
-_ARRAY = "array.decode(routes, model=..., axes=(...)) reads its arrays: name their axes and layers."
-
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
@@ -57,6 +55,4 @@ __getattr__, __dir__ = lazy_names(
         "sglang_jax": "decoders.sglang_jax",
         "vllm": "decoders.vllm",
     },
-    withdrawn=dict.fromkeys(("dynamo", "lmdeploy", "nemo_gym", "tensorrt_llm", "register", "Decoder"), _ARRAY)
-    | {"transformers": "mrr.capture.watch(model) records the routers of a PyTorch model."},
 )

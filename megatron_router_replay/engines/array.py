@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Unpack
 
+from megatron_router_replay.checks import check_options
 from megatron_router_replay.engines.model_info import ModelLike, as_model_info
-from megatron_router_replay.engines.options import DecodeOptions, SampleOptions, refuse_withdrawn
+from megatron_router_replay.engines.options import DecodeOptions, SampleOptions
 from megatron_router_replay.engines.payload import Array, Source, as_array
 from megatron_router_replay.engines.reader import Reply, refuse_non_reply
 from megatron_router_replay.engines.rows import RowLayout, SampleRows, all_layers, build_trace
@@ -44,7 +45,7 @@ def decode(
     Raises:
         PayloadError: the axes do not fit the array, or the routes do not fit the tokens or the model.
     """
-    refuse_withdrawn(options)
+    check_options("decode", options, SampleOptions.__annotations__)
     refuse_non_reply(result, "array")
     info, sample = as_model_info(model), DecodeOptions(**options)
     tokens = resolve_tokens(Reply(source=_SOURCE), sample)

@@ -12,13 +12,13 @@ from typing import Any, Unpack
 
 import numpy as np
 
+from megatron_router_replay.checks import check_options
 from megatron_router_replay.engines.model_info import ModelLike, ModelRoutingInfo, as_model_info
 from megatron_router_replay.engines.options import (
     DecodeOptions,
     SampleOptions,
     SharedOptions,
     TokenIds,
-    refuse_withdrawn,
 )
 from megatron_router_replay.engines.reader import Reply, ReplyReader
 from megatron_router_replay.engines.rows import RowLayout, SampleRows, build_trace
@@ -62,7 +62,7 @@ class Decoder(ReplyReader):
             PayloadError: routes are missing, do not fit the tokens or the model, or are damaged; the reply's own counts
                 disagree with the tokens; there are several samples.
         """
-        refuse_withdrawn(options)
+        check_options("decode", options, SampleOptions.__annotations__)
         info, reply = as_model_info(model), self.read_one(result)
         return build_trace([self.sample(reply, DecodeOptions(**options), info)], model=info)
 
@@ -95,7 +95,7 @@ class Decoder(ReplyReader):
         Raises:
             PayloadError: as for `decode`; a list has another length than the samples.
         """
-        refuse_withdrawn(options)
+        check_options("decode_batch", options, SampleOptions.__annotations__)
         info, replies = as_model_info(model), self._read_all(results)
         given: dict[str, Any] = {
             "token_ids": token_ids,

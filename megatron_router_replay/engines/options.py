@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Literal, TypedDict
 
 import torch
 
@@ -31,7 +31,8 @@ class DecodeOptions:
         num_tokens: S, where the ids are not known at all; the trace then cannot prove that it fits its tokens.
         start: the token of the first row, as the request set it in `routed_experts_prompt_start` (vLLM) or
             `routed_experts_start_len` (SGLang). Compared with the start that the reply states, and not needed then.
-        missing: the treatment of rows that are there without a route: -1, or an expert twice. "raise", or "live": the
+        missing: the treatment of rows that are there without a route: -1, an expert twice, or one row over many tokens that
+            differ. "raise", or "live": the
             live router decides these tokens, and the log counts them.
         weight_version: of the weights that chose the routes, stored with every token; a mapping gives the number of each
             version that the reply names. A reply that names integers is stamped without it.
@@ -71,18 +72,3 @@ class SampleOptions(SharedOptions, total=False):
     num_tokens: int | None
     start: int
     sample_id: str | None
-
-
-_WITHDRAWN = {
-    "allocate": "the trace allocates its memory.",
-    "allow_surplus_rows": "upgrade the engine, or decode an array without the rows after the last token but one.",
-    "choice": "decode_batch reads all choices of a response, and trace.samples() lists them.",
-    "ignore_before": "join_prefill_decode joins the replies of a prefill and a decode server.",
-    "num_prompt_tokens": "prompt_token_ids= is compared with the ids.",
-}
-
-
-def refuse_withdrawn(options: Mapping[str, Any]) -> None:
-    """Raise PayloadError for an option of an earlier version."""
-    for name in _WITHDRAWN.keys() & options.keys():
-        raise PayloadError(f"MRR101: {name}= of decode is gone in 0.3: {_WITHDRAWN[name]}")

@@ -7,8 +7,8 @@
 | absent | a row of -1 in every layer | raises, or is live |
 | lost | a route names an expert twice, as zeros do | raises, or is live |
 
-Nothing here rests on chance: all routes that a router can have chosen pass, however they repeat. A session compares them
-with the live router's.
+Nothing here rests on chance. `trace.stale` finds one row over many different tokens afterwards, and a session compares the
+rest with the live router's choice.
 """
 
 from __future__ import annotations

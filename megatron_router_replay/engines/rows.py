@@ -25,6 +25,7 @@ from megatron_router_replay.errors import listed
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trace.ids import index_dtype, spread_experts
 from megatron_router_replay.trace.runs import neighbour_runs
+from megatron_router_replay.trace.stale import find_stale_rows
 
 _MAX_COUNTED_TOKENS = 1 << 20
 """Tokens that a response without routes and ids may claim; everywhere else rows or ids bound the memory."""
@@ -222,6 +223,8 @@ def _fill(sample: SampleRows, model: ModelRoutingInfo, out: Array, mask: Array) 
                 first_row=first,
             )
             num_lost += int((~mask[place]).sum())
+    if sample.tokens.token_ids is not None:
+        num_lost += _drop_stale(sample, out, mask)
     if num_lost:
         _LOG.warning(
             "%s: %d rows have no route; the live router decides them (missing='live')", sample.source, num_lost
@@ -230,6 +233,20 @@ def _fill(sample: SampleRows, model: ModelRoutingInfo, out: Array, mask: Array) 
     for _, begin, length in neighbour_runs(np.flatnonzero(~mask)).tolist():
         ids = spread_experts(begin, length, topk=model.topk, num_experts=model.num_experts)
         out[begin : begin + length] = ids.numpy()[:, None, :]
+
+
+def _drop_stale(sample: SampleRows, rows: Array, mask: Array) -> int:
+    """Raise for one row over many different tokens, or take it out of the mask; return the number of such rows."""
+    assert sample.tokens.token_ids is not None
+    runs = find_stale_rows(rows, sample.tokens.token_ids, mask)
+    if runs and sample.options.missing != "live":
+        raise sample.source.error(
+            f"MRR307: {runs[0].describe()} Upgrade the engine; missing='live' lets the live router decide such tokens, and "
+            "counts them."
+        )
+    for run in runs:
+        mask[run.start : run.stop] = False
+    return sum(run.stop - run.start for run in runs)
 
 
 def _check_filler(sample: SampleRows, rows: Array, columns: Sequence[int], first_row: int) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Unpack
 
 import torch
 
-from megatron_router_replay.checks import check_withdrawn, shown
+from megatron_router_replay.checks import shown
 from megatron_router_replay.engines.decoder import Decoder
 from megatron_router_replay.engines.model_info import ModelLike, as_model_info
 from megatron_router_replay.engines.options import DecodeOptions, SharedOptions, TokenIds
@@ -50,20 +50,16 @@ class RoutingSegments:
     def num_missing(self) -> int:
         return 0 if self._trace is None else int((~self._trace.replay_mask).sum())
 
-    def append(self, trace: RoutingTrace, **withdrawn: Any) -> None:
+    def append(self, trace: RoutingTrace) -> None:
         """Add a turn.
 
         Args:
             trace: a decoded turn with its token ids, from the first token of the sequence on, as `decode` returns it.
-            withdrawn: raises; `weight_version` is an option of `decode`.
 
         Raises:
             PayloadError: token ids that are missing or differ from those already known; a trace of several samples.
             TraceError: another model's trace, or only some turns have weight versions.
         """
-        check_withdrawn(
-            "RoutingSegments.append", withdrawn, {"weight_version": "decode(weight_version=...) stores it."}
-        )
         if not isinstance(trace, RoutingTrace):
             raise PayloadError(
                 f"MRR101: RoutingSegments: cannot append a {type(trace).__name__}: decode the reply first."

@@ -1,6 +1,5 @@
 """Routing replay in Megatron-Core models; of the core, the only part that imports megatron.core."""
 
-from megatron_router_replay.lazy import FOUND_BY_TOKENS, lazy_names
 from megatron_router_replay.mcore.core import hooks
 from megatron_router_replay.mcore.core.router_replay import RouterReplay, RouterReplayAction, install, uninstall
 from megatron_router_replay.mcore.core.tape import Tape
@@ -33,19 +32,3 @@ __all__ = [
     "routing_info",
     "uninstall",
 ]
-
-_BY_TOKENS = (
-    "RoutingTrace.from_samples(tokens, routes, ...), then replay(model_chunks, trace): rows are found by tokens."
-)
-_FOLLOWED = "rows follow tokens: pass input_ids on every pipeline stage (docs/trainers.md)."
-__getattr__, _ = lazy_names(
-    __name__,
-    {},
-    withdrawn={
-        "attach": FOUND_BY_TOKENS,
-        "microbatch": _BY_TOKENS,
-        "broadcast_routing_rows": _FOLLOWED,
-        "prefetching": _FOLLOWED,
-        "ReplaySession": "Session, whose kind is 'replay'.",
-    },
-)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron_router_replay.checks import as_integer, check_withdrawn, shown
+from megatron_router_replay.checks import as_integer, shown
 from megatron_router_replay.errors import StoreError, TraceError, listed
 from megatron_router_replay.store.atomic import as_path, naming
 from megatron_router_replay.store.file import load_trace, save_trace
@@ -25,10 +25,6 @@ from megatron_router_replay.trace.routing_trace import RoutingTrace
 _STEP = re.compile(r"step_([0-9]+)")
 _PART = re.compile(r"(.+)\.rank_([0-9]+)\.safetensors")
 _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
-_WITHDRAWN = {
-    "load": "load_trace(path) for each path of store.parts(step).values()",
-    "prune": "shutil.rmtree(store.folder(step)) for each of store.steps() that shall go",
-}
 
 
 class TraceStore:
@@ -50,25 +46,16 @@ class TraceStore:
                 "TraceStore(root, run='job-17'): it is a part of file names."
             )
 
-    def __getattr__(self, name: str) -> Any:
-        if name in _WITHDRAWN:
-            raise AttributeError(f"TraceStore.{name} is gone in 0.3: {_WITHDRAWN[name]}")
-        raise AttributeError(f"'TraceStore' object has no attribute {name!r}")
-
-    def save(self, trace: RoutingTrace, *, step: int, rank: int | None = None, **withdrawn: Any) -> Path:
+    def save(self, trace: RoutingTrace, *, step: int, rank: int | None = None) -> Path:
         """Save the trace of a rank and return its path. A trace that this run saved for the same step and rank is replaced.
 
         Args:
             step: 0 or more.
             rank: by default this process's rank in torch.distributed if that is initialised, else 0.
-            withdrawn: raises; `part` is gone.
 
         Raises:
             StoreError: the store has no `run`, a number is negative, or the file cannot be written.
         """
-        check_withdrawn(
-            "TraceStore.save", withdrawn, {"part": "a rank has one trace a step: merge_traces joins parts."}
-        )
         if self.run is None:
             raise StoreError("MRR505: a store that saves needs the name of its run: TraceStore(root, run='job-17').")
         if rank is None:

@@ -24,13 +24,4 @@ _MODULES = {
     "run_ranks": "ranks",
 }
 
-_OWN_MODEL = "build a GPTModel of your own under megatron_on_cpu(), or load_qwen3_moe(checkpoint, layout)."
-_OWN_STEP = "call megatron.core.pipeline_parallel.get_forward_backward_func() with a forward_step of your own."
-_WITHDRAWN = {
-    "build_tiny_gpt": _OWN_MODEL,
-    "tiny_gpt_config": _OWN_MODEL,
-    "run_schedule": _OWN_STEP,
-    "random_microbatches": _OWN_STEP,
-}
-
-__getattr__, __dir__ = lazy_names(__name__, _MODULES, withdrawn=_WITHDRAWN)
+__getattr__, __dir__ = lazy_names(__name__, _MODULES)

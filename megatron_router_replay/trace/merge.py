@@ -1,8 +1,6 @@
 """Join traces: those of different samples, or the parts that ranks recorded of one batch.
 
-Rows are global names of tokens, so the rows of a part's replay_mask, in its layers, are the ones that it covers.
-Pipeline stages bring other layers, data-, context- and sequence-parallel ranks other rows; a row that two ranks saw is
-compared.
+The rows of a part's replay_mask, in its layers, are the ones that it covers.
 """
 
 from __future__ import annotations
@@ -14,15 +12,11 @@ import torch
 from torch import Tensor
 
 from megatron_router_replay.errors import TraceError, listed
-from megatron_router_replay.trace.ids import index_dtype, spread_experts
+from megatron_router_replay.trace.join import UNKNOWN, PartJoiner
 from megatron_router_replay.trace.routing_trace import RoutingTrace
-from megatron_router_replay.trace.runs import as_slice
 
-_BLOCK_BYTES = 16 << 20
-"""Bytes of routes that a step of a merge reads; its temporary memory is a few times this."""
-
-UNKNOWN = -1
-"""token_ids and weight_version of a row where no part has one."""
+_VALUES = ("topk_indices", "replay_mask", "token_ids", "weight_version")
+"""What a part has of each row."""
 
 
 def concat_traces(traces: Sequence[RoutingTrace]) -> RoutingTrace:
@@ -106,29 +100,37 @@ def merge_traces(
     names = [f"part {i}" for i in range(len(parts))] if names is None else names
     # A part without layers (a stage of dense layers) has no expert count.
     with_layers = _check_same(parts, "merge", ("num_experts", "topk"), names)
-    num_experts, topk, device = with_layers.num_experts, with_layers.topk, parts[0].device
     num_tokens = max(part.num_tokens for part in parts)
     layer_numbers = tuple(sorted({number for part in parts for number in part.layer_numbers}))
-    indices = torch.empty((num_tokens, len(layer_numbers), topk), dtype=index_dtype(num_experts), device=device)
-    seen = torch.zeros(indices.shape[:2], dtype=torch.bool, device=device)
-    step = max(1, _BLOCK_BYTES // max(1, len(layer_numbers) * topk * indices.element_size()))
-    for i in range(len(parts)):
-        _add_part(parts[: i + 1], names, layer_numbers, step, indices, seen)
-    # Of no layers at all (stages without MoE layers alone), all() would be True.
-    mask = seen.all(dim=1) & seen.any(dim=1)
+
+    def earlier(row: int, layer_number: int) -> str:
+        return next(
+            name
+            for part, name in zip(parts, names)
+            if layer_number in part.layer_numbers and row < part.num_tokens and part.replay_mask[row]
+        )
+
+    joiner = PartJoiner(
+        num_tokens,
+        layer_numbers,
+        num_experts=with_layers.num_experts,
+        topk=with_layers.topk,
+        device=parts[0].device,
+        earlier=earlier,
+    )
+    for part, name in zip(parts, names):
+        for start in range(0, part.num_tokens, joiner.block_rows):
+            rows = slice(start, min(start + joiner.block_rows, part.num_tokens))
+            values = {each: getattr(part, each) for each in _VALUES}
+            joiner.add(
+                name,
+                part.layer_numbers,
+                rows,
+                {each: None if value is None else value[rows] for each, value in values.items()},
+            )
     if not allow_gaps and layer_numbers:
-        _check_no_gaps(parts, names, layer_numbers, seen, mask)
-    for start in range(0, num_tokens, step):
-        block = slice(start, min(start + step, num_tokens))
-        filler = spread_experts(start, block.stop - start, topk=topk, num_experts=num_experts).to(device)
-        indices[block] = torch.where(mask[block, None, None], indices[block], filler.unsqueeze(1))
-    return RoutingTrace.from_checked(
-        topk_indices=indices,
-        layer_numbers=layer_numbers,
-        num_experts=num_experts,
-        replay_mask=mask,
-        token_ids=_merge_per_token("token_ids", parts, names, num_tokens),
-        weight_version=_merge_per_token("weight_version", parts, names, num_tokens),
+        _check_no_gaps(parts, names, layer_numbers, joiner.has_route, joiner.replay_mask)
+    return joiner.trace(
         sequence_lengths=of_the_longest("sequence_lengths", parts, num_tokens),
         sample_ids=of_the_longest("sample_ids", parts, num_tokens),
     )
@@ -159,57 +161,6 @@ def _check_same(
     return first
 
 
-def _add_part(
-    parts: Sequence[RoutingTrace],
-    names: Sequence[str],
-    layer_numbers: tuple[int, ...],
-    step: int,
-    merged: Tensor,
-    seen: Tensor,
-) -> None:
-    """Write the routes of the last part to `merged` [num_tokens, layers, topk] where `seen` [num_tokens, layers] is False."""
-    part, device = parts[-1], merged.device
-    columns = as_slice([layer_numbers.index(number) for number in part.layer_numbers])
-    for start in range(0, part.num_tokens, step):
-        rows = slice(start, min(start + step, part.num_tokens))
-        recorded, routes = part.replay_mask[rows].to(device).unsqueeze(1), part.topk_indices[rows].to(device)
-        before, known = merged[rows, columns], seen[rows, columns]
-        different = (known & recorded & (before != routes).any(dim=2)).nonzero()
-        if len(different):
-            _check_same_sets(parts, names, different, start, before, routes)
-        # Where nothing was known before, any ids may be overwritten: unused rows are filled afterwards.
-        merged[rows, columns] = torch.where(known.unsqueeze(2), before, routes)
-        seen[rows, columns] = known | recorded
-
-
-def _check_same_sets(
-    parts: Sequence[RoutingTrace], names: Sequence[str], different: Tensor, start: int, before: Tensor, routes: Tensor
-) -> None:
-    """Raise unless the last part's `routes` and those `before` only differ in the order of their experts.
-
-    Args:
-        different: [n, 2], row and layer where they are not the same.
-        before, routes: [rows, the part's layers, topk].
-    """
-    row, layer = different[:, 0], different[:, 1]
-    sets_differ = (before[row, layer].sort(dim=1).values != routes[row, layer].sort(dim=1).values).any(dim=1)
-    if not bool(sets_differ.any()):
-        return
-    numbers = parts[-1].layer_numbers
-    r, k = (int(i) for i in different[sets_differ][0])
-    earlier = next(
-        name
-        for part, name in zip(parts, names)
-        if numbers[k] in part.layer_numbers and start + r < part.num_tokens and part.replay_mask[start + r]
-    )
-    layers = sorted({numbers[i] for i in layer[sets_differ].tolist()})
-    raise TraceError(
-        f"MRR109: {earlier} and {names[len(parts) - 1]} disagree on row {start + r}, layer {numbers[k]}: "
-        f"{before[r, k].tolist()} and {routes[r, k].tolist()} ({int(sets_differ.sum())} such rows in layers {layers}). "
-        "Were they recorded in the same step, with the same rows? Different samples are joined by concat_traces."
-    )
-
-
 def _check_no_gaps(
     parts: Sequence[RoutingTrace], names: Sequence[str], layer_numbers: tuple[int, ...], seen: Tensor, mask: Tensor
 ) -> None:
@@ -238,26 +189,6 @@ def _check_no_gaps(
             f"token id; the first are {unknown.nonzero()[:8, 0].tolist()}. There are {listed(names)}; is another missing? "
             "allow_gaps=True leaves them without a route; a session that finds rows by tokens still raises for them."
         )
-
-
-def _merge_per_token(name: str, parts: Sequence[RoutingTrace], names: Sequence[str], num_tokens: int) -> Tensor | None:
-    if all(getattr(part, name) is None for part in parts):
-        return None
-    merged = torch.full((num_tokens,), UNKNOWN, dtype=torch.int32, device=parts[0].device)
-    for i, part in enumerate(parts):
-        if getattr(part, name) is None:
-            continue
-        values = getattr(part, name).to(merged.device)
-        before = merged[: part.num_tokens]
-        wrong = ((before != UNKNOWN) & (values != UNKNOWN) & (before != values)).nonzero()[:, 0]
-        if wrong.numel():
-            row = int(wrong[0])
-            raise TraceError(
-                f"MRR109: {names[i]} has {name}={int(values[row])} in row {row}, an earlier part {int(before[row])} "
-                f"({wrong.numel()} such rows): they number their rows differently, or are of different steps."
-            )
-        before.copy_(torch.where(values != UNKNOWN, values, before))
-    return merged
 
 
 def of_the_longest(name: str, parts: Sequence[RoutingTrace], num_tokens: int) -> Any:

@@ -130,7 +130,7 @@ class RoutingTrace:
         layer_numbers: Iterable[int],
         replay_mask: Sequence[ArrayLike | Tensor] | None = None,
         weight_version: Any = None,
-        last_token: Literal["unrouted", "routed"] = "unrouted",
+        last_token: Literal["unrouted", "routed"] | None = None,
         sample_ids: Iterable[str] | None = None,
     ) -> RoutingTrace:
         """Make a trace of samples, which `replay` finds by their tokens.
@@ -145,12 +145,14 @@ class RoutingTrace:
                 layer; entries of dense layers are dropped.
             replay_mask: [T] bool of each sample, False: no route.
             weight_version: one integer, or for each sample one or [T].
-            last_token: "unrouted": the last token of a sample was never run by the engine, so a T-th row is no route.
-                "routed": a forward ran all tokens, and there are T rows.
+            last_token: "routed": a forward ran all tokens, and there are T rows. "unrouted": a T-th row is dropped, because
+                the engine never ran the last token of a sample. None: as "unrouted", and a T-th row must be -1, or filler
+                (zeros, or 0, 1, ..., topk - 1): a route there means that the rows may be one token late.
             sample_ids: a name for each sample.
 
         Raises:
-            TraceError: a sample has fewer rows, ids that no router can choose, or a dtype that is too narrow; names it.
+            TraceError: a sample has fewer rows, ids that no router can choose, a dtype that is too narrow, rows that seem to
+                be one token late, or one row over many tokens that differ; names it.
         """
         values = join_samples(
             tokens,
@@ -340,17 +342,6 @@ class RoutingTrace:
         """
         removed = as_mask("the mask", mask, self.num_tokens).to(self.device)
         return self._with(replay_mask=self.replay_mask & ~removed)
-
-    def keep(self, mask: ArrayLike | Tensor) -> RoutingTrace:
-        """Raise TraceError: a method of an earlier version."""
-        raise TraceError("MRR101: trace.keep(mask) is gone in 0.3: use trace.without_routes(~mask).")
-
-    def select_samples(self, samples: Sequence[int]) -> RoutingTrace:
-        """Raise TraceError: a method of an earlier version."""
-        raise TraceError(
-            "MRR101: trace.select_samples(samples) is gone in 0.3: replay finds samples by their tokens, in any order. "
-            "For some of them: concat_traces([sample, ...]) of trace.samples()."
-        )
 
     def gather_rows(self, rows: Tensor | Sequence[int]) -> RoutingTrace:
         """Return a copy with these rows in this order; sample metadata is dropped.

@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_router_replay.checks import as_integer
 from megatron_router_replay.errors import TraceError
 from megatron_router_replay.trace.ids import check_topk_indices, index_dtype
+from megatron_router_replay.trace.stale import find_stale_rows
 from megatron_router_replay.trace.values import as_integer_tensor, as_layer_numbers, as_mask, check_holds_experts
 
 
@@ -22,17 +23,20 @@ def join_samples(
     layer_numbers: Any,
     replay_mask: Sequence[Any] | None,
     weight_version: Any,
-    last_token: str,
+    last_token: str | None,
 ) -> dict[str, Any]:
     """Return RoutingTrace's arguments for samples; see `RoutingTrace.from_samples`."""
-    if last_token not in ("unrouted", "routed"):
+    if last_token not in (None, "unrouted", "routed"):
         raise TraceError(f"MRR101: last_token={last_token!r} must be 'unrouted' or 'routed'.")
     numbers, num_experts = as_layer_numbers(layer_numbers), as_integer("num_experts", num_experts)
     masks: Sequence[Any] = [None] * len(tokens) if replay_mask is None else replay_mask
     versions = [weight_version] * len(tokens) if _is_one(weight_version) else weight_version
     for name, values in (("routes", routes), ("replay_mask", masks), ("weight_version", versions)):
         if len(values) != len(tokens):
-            raise TraceError(f"MRR102: from_samples got {len(tokens)} samples of tokens, and {len(values)} of {name}.")
+            raise TraceError(
+                f"MRR102: from_samples got {len(tokens)} samples of tokens, and {len(values)} of {name}: each is a list with "
+                "one entry a sample, so a single sample is [tokens] and [routes]."
+            )
     parts: dict[str, list[Tensor]] = {"topk_indices": [], "replay_mask": [], "token_ids": [], "weight_version": []}
     for number, (ids, rows, mask, version) in enumerate(zip(tokens, routes, masks, versions, strict=True)):
         try:
@@ -66,7 +70,13 @@ def _is_one(weight_version: Any) -> bool:
 
 
 def _sample(
-    tokens: Any, routes: Any, mask: Any, version: Any, num_experts: int, numbers: tuple[int, ...], last_token: str
+    tokens: Any,
+    routes: Any,
+    mask: Any,
+    version: Any,
+    num_experts: int,
+    numbers: tuple[int, ...],
+    last_token: str | None,
 ) -> dict[str, Tensor]:
     """Return the values of a sample, a row for each of its T tokens."""
     ids, rows = as_integer_tensor("tokens", tokens).cpu(), as_integer_tensor("routes", routes).cpu()
@@ -89,12 +99,19 @@ def _sample(
     # Rows of -1 have no route. An unsigned dtype cannot mark them so.
     missing = (rows == -1).flatten(1).all(1) if numbers else torch.zeros(rows.shape[0], dtype=torch.bool)
     routed = ~missing if rows.dtype.is_signed else torch.ones_like(missing)
+    _check_ends(rows, routed, mask, length, last_token)
     routed = torch.nn.functional.pad(routed, (0, length - rows.shape[0]))
     if mask is not None:
         routed = routed & as_mask("replay_mask", mask, length)
-    if last_token == "unrouted" and length:
+    if last_token != "routed" and length:
         routed = torch.cat([routed[:-1], torch.zeros(1, dtype=torch.bool)])  # the engine never ran it
     check_topk_indices(rows, num_experts=num_experts, layer_numbers=numbers, replay_mask=routed[: rows.shape[0]])
+    if numbers and (
+        runs := find_stale_rows(rows.numpy(), ids[: rows.shape[0]].numpy(), routed[: rows.shape[0]].numpy())
+    ):
+        raise TraceError(
+            f"MRR103: {runs[0].describe()} Leave such rows to the live router: -1 in every layer, or replay_mask."
+        )
     # Ids of masked rows are ignored; 0 is valid in every dtype.
     stored = torch.zeros(length, *rows.shape[1:], dtype=index_dtype(num_experts))
     stored[: rows.shape[0]] = torch.where(routed[: rows.shape[0]].view(-1, 1, 1), rows, 0).to(stored.dtype)
@@ -105,6 +122,30 @@ def _sample(
         if values["weight_version"].shape != (length,):
             raise TraceError(f"MRR102: weight_version must be one or [{length}], got {list(given.shape)}.")
     return values
+
+
+def _check_ends(rows: Tensor, routed: Tensor, mask: Any, length: int, last_token: str | None) -> None:
+    """Raise if the rows look as if they belonged to the neighbours of their tokens.
+
+    Args:
+        routed: [rows] bool, False: this row is -1.
+    """
+    if last_token is None and length > 1 and rows.shape[0] == length:
+        is_masked = mask is not None and not bool(as_mask("replay_mask", mask, length)[-1])
+        filler = (rows[-1] == 0) | (rows[-1] == torch.arange(rows.shape[2]))
+        if bool(routed[-1]) and not is_masked and not bool(filler.all()):
+            raise TraceError(
+                f"MRR302: {length} rows of routes for {length} tokens, and the last row is a route. An engine does not run "
+                "the token that it sampled last. If the tokens lack one in front (BOS), every row is one token late: give "
+                "the engine's ids. If a forward ran all tokens: last_token='routed'. To drop the last row: "
+                "last_token='unrouted'."
+            )
+    # A message without routes in front of a sample is longer than one token.
+    if mask is None and routed.shape[0] > 1 and not bool(routed[0]) and bool(routed[1]):
+        raise TraceError(
+            "MRR302: row 0 alone is -1 in front of routes, so every row may be one token late. Row i is the route of "
+            "token i. If token 0 has none, say so with replay_mask."
+        )
 
 
 def _named_layers(rows: Tensor, numbers: tuple[int, ...]) -> Tensor:

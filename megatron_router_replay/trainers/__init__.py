@@ -2,6 +2,7 @@
 
     trainers.slime, trainers.miles          --custom-megatron-init-path megatron_router_replay.trainers.slime.init
     trainers.nemo_rl, trainers.skyrl        imported by the trainer's processes
+    trainers.megatron_rl                    imported by train_rl.py, or python -m with train_rl.py
     trainers.verl                           verl's plug-in
     trainers.replayer                       common to all: a schedule of Megatron-Core's runs in a session
     trainers.audit                          MRR_AUDIT=1: the trainer's own replay, compared with the rollout's routes
@@ -10,14 +11,4 @@
 Importing a trainer's module does not import the trainer.
 """
 
-from megatron_router_replay.lazy import lazy_names
-
-_BY_TOKENS = "a recording is replayed by its tokens, as any trace: mrr.replay(model_chunks, recording.gather(...))"
-
 __all__: list[str] = []
-
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {},
-    withdrawn=dict.fromkeys(("number_batch", "pack_rows", "recorded_routes"), _BY_TOKENS),
-)

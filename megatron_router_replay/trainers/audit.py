@@ -16,7 +16,7 @@ import inspect
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,8 +28,9 @@ from torch import Tensor, nn
 
 from megatron_router_replay.errors import LayoutError, ReplayStateError
 from megatron_router_replay.layout.split import rows_for_router
-from megatron_router_replay.mcore.batches.follow import Follower, with_index
 from megatron_router_replay.mcore.batches.inputs import read_inputs
+from megatron_router_replay.mcore.batches.lookup import RowLookup
+from megatron_router_replay.mcore.batches.samples import samples_of
 from megatron_router_replay.mcore.batches.segments import Partition
 from megatron_router_replay.mcore.model.find import Models, as_chunks, find_routers, unwrap
 from megatron_router_replay.trace import RoutingTrace
@@ -100,13 +101,12 @@ def audit(
     """
     chunks, trace = as_chunks(model_chunks), _comparable(trace)
     findings = Findings()
-    follower = Follower(
+    lookup = RowLookup(
         trace,
         padding_token_ids=padding_token_ids,
         cp_partition_mode=cp_partition_mode,
-        check=_raise_at_once,
     )
-    watched = [_WatchedChunk(chunk, trace, follower, findings) for chunk in chunks]
+    watched = [_WatchedChunk(chunk, trace, lookup, findings) for chunk in chunks]
     with ExitStack() as stack:
         for each in watched:
             for handle in each.add_hooks():
@@ -146,8 +146,8 @@ def _without_doubtful_routes(trace: RoutingTrace) -> RoutingTrace:
 class _WatchedChunk:
     """The decisions of one chunk in one pass. They stay on the device until the pass ends."""
 
-    def __init__(self, chunk: nn.Module, trace: RoutingTrace, follower: Follower, findings: Findings) -> None:
-        self._model, self._trace, self._follower, self._findings = unwrap(chunk), trace, follower, findings
+    def __init__(self, chunk: nn.Module, trace: RoutingTrace, lookup: RowLookup, findings: Findings) -> None:
+        self._model, self._trace, self._lookup, self._findings = unwrap(chunk), trace, lookup, findings
         self._routers = [found for found in find_routers(chunk) if not found.is_mtp]
         self._rows: Tensor | None = None  # of the forward that runs now, as the routers see them; None: not found
         self._is_entered = False  # a forward runs now, so its rows were found, or counted as not found
@@ -159,8 +159,6 @@ class _WatchedChunk:
         """Put the hooks on, and return their handles."""
         if not self._routers:
             return []
-        device = next(self._model.parameters()).device
-        self._trace = with_index(self._trace, [found.layer_number for found in self._routers], device)
         handles: list[Any] = [
             self._model.register_forward_pre_hook(self._entered, with_kwargs=True),
             self._model.register_forward_hook(self._left, always_call=True),
@@ -194,8 +192,7 @@ class _WatchedChunk:
             return
         self._is_entered, self._has_backward = True, torch.is_grad_enabled()
         try:
-            inputs, index = read_inputs(module, args, kwargs), self._trace.derived["index"]
-            rows = self._follower.find(module, inputs, index, "audit").rows
+            rows = self._lookup.find(module, read_inputs(module, args, kwargs), "audit").rows
         except (LayoutError, ReplayStateError) as error:
             if not self._findings.not_found:
                 _LOG.warning("audit: a forward is not compared: %s", error)
@@ -257,17 +254,12 @@ class _WatchedChunk:
                 findings.wrong += wrong
                 findings.without_route += without_route
             if wrong and not findings.first:
-                index = self._trace.derived["index"]
-                sample, position = index.name(row)
+                samples = samples_of(self._trace)
+                sample, position = samples.name(row)
                 findings.first = (
-                    f"{word}, sample {sample}, position {position}, token {int(index.token_ids[row])}: the router "
+                    f"{word}, sample {sample}, position {position}, token {int(samples.token_ids[row])}: the router "
                     f"used experts {used.nonzero().flatten().tolist()}, the rollout {sorted(expected.tolist())}"
                 )
-
-
-def _raise_at_once(condition: Any, message: str, detail: Callable[[], str] | None = None) -> None:
-    if bool(condition):
-        raise LayoutError(message if detail is None else detail())
 
 
 def _has_capacity(router: nn.Module) -> bool:

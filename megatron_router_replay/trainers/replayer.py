@@ -13,6 +13,7 @@ A driver's process imports these modules too and may have no Megatron-Core, so f
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 from collections import Counter
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 import megatron_router_replay as mrr
+from megatron_router_replay.checks import check_options
 from megatron_router_replay.errors import LayoutError, PayloadError, ReplayStateError, RouterReplayError
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trainers.seams import Seam, bind, hook, take
@@ -130,6 +132,16 @@ class TrainerReplay:
     def has_samples(self) -> bool:
         """Whether the newest samples came in with routes; under an audit, with routes that can be compared."""
         return self._trace is not None
+
+    @contextmanager
+    def in_session(self, chunks: Any) -> Iterator[None]:
+        """Run all schedules inside the block as one pass that replays, in one session."""
+        from megatron_router_replay.mcore.model.find import as_chunks
+
+        chunks = as_chunks(chunks)
+        self._num_unused = self._num_unused if self._are_trained else 0
+        with self._audit(chunks, "forward-only") if self.audits else self._replay(chunks):
+            yield
 
     @contextmanager
     def in_pass(self, kind: Literal["replay", "record"]) -> Iterator[None]:
@@ -300,6 +312,7 @@ _installed: list[TrainerReplay] = []
 
 def install(trainer: str, replays: Callable[[], bool] | None, options: Mapping[str, Any]) -> TrainerReplay:
     """Run every schedule of Megatron-Core through a new replay; an earlier one ends. See `TrainerReplay`."""
+    check_options(f"replay, as {trainer} calls it,", options, inspect.signature(mrr.replay).parameters)
     _installed[:] = [TrainerReplay(trainer, replays, options)]
     hook(SCHEDULES, _run_schedules)
     return active()

@@ -36,7 +36,14 @@ from torch import Tensor
 
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trace.header import TraceFormat
-from megatron_router_replay.transport.gather import Memory, RowSource, TraceRows, trace_of_memory, views_of_bytes
+from megatron_router_replay.transport.gather import (
+    Memory,
+    RowSource,
+    TraceRows,
+    check_rows,
+    trace_of_memory,
+    views_of_bytes,
+)
 from megatron_router_replay.transport.group import Connections, Store, Transfer
 from megatron_router_replay.transport.plan import (
     ParallelLayout,
@@ -76,8 +83,8 @@ class RouteGroup:
         device: of the messages, and so of received traces: "cuda" for a group of NCCL.
         bucket_bytes: the same in all processes. A sender stages at most four buckets, whatever the payload.
         timeout: for a batch to arrive everywhere once all processes have begun it, consumers of `stream` included.
-        ready_timeout: for all processes to begin, at the start and with every batch. A process that was killed between
-            batches ends the waits for it no sooner.
+        ready_timeout: for all processes to begin, at the start and with every batch: longer than a rollout. A process that
+            was killed between batches ends the waits for it no sooner; the log names it after a minute.
         times: where seconds are counted; make one to count decoding in it, too.
 
     Raises:
@@ -99,19 +106,21 @@ class RouteGroup:
         timeout: timedelta = timedelta(minutes=30),
         ready_timeout: timedelta = timedelta(hours=2),
         times: TransportTimes | None = None,
-        host: None = None,
     ) -> None:
-        if host is not None:
-            raise TransportError(
-                "MRR601: host= is gone in 0.3: the environment variable GLOO_SOCKET_IFNAME names the interface."
-            )
         places = layout.places()
-        if (sender is None) == (place is None) or bucket_bytes < 1:
+        if (sender is None) == (place is None):
             raise TransportError(
-                f"MRR601: give a sender or a place, and bucket_bytes above 0: {sender}, {place}, {bucket_bytes}."
+                f"MRR601: {sender=} and {place=}: a rollout process gives sender=, a training rank "
+                "place=layout.place_of(rank)."
             )
-        if sender not in (None, *range(num_senders)) or place not in (None, *places):
-            raise TransportError(f"MRR601: there is no {sender=} of {num_senders}, or no {place=} in {layout}.")
+        if bucket_bytes < 1 or not (isinstance(timeout, timedelta) and isinstance(ready_timeout, timedelta)):
+            raise TransportError(
+                f"MRR601: {bucket_bytes=} must be above 0, and {timeout=} and {ready_timeout=} a datetime.timedelta."
+            )
+        if sender not in (None, *range(num_senders)):
+            raise TransportError(f"MRR601: there is no {sender=} of {num_senders=}: senders count from 0.")
+        if place not in (None, *places):
+            raise TransportError(f"MRR601: there is no {place=} in {layout}: give place=layout.place_of(rank).")
         self.layout, self.sender, self.place = layout, sender, place
         self.times = times or TransportTimes("training" if sender is None else "rollout")
         self._rank = num_senders + places.index(place) if place is not None else sender or 0
@@ -134,7 +143,7 @@ class RouteGroup:
         """Start to send this sender's samples of a batch and return. It first waits until the last batch has arrived.
 
         Args:
-            traces: the samples, or a source that writes rows as they are sent. Not to be changed until `join`, or
+            traces: the samples, or a source that writes rows as they are sent and checked. Not to be changed until `join`, or
                 the next `send`, has returned.
             partition: of the samples of all senders, the same on all; see `partition_samples`.
 
@@ -256,6 +265,8 @@ class RouteGroup:
                 format = plan[bucket.place].format
                 memory = views_of_bytes(staging[i % _NUM_BUFFERS], format, bucket.stop - bucket.start)
                 source.fill(bucket.runs, format.layer_numbers, memory)
+                if type(source) is not TraceRows:  # whose rows were checked when the traces were made
+                    check_rows(memory, format)
                 under_way.append(self._connections.send(_messages(memory), rank_of[bucket.place]))
             for transfer in under_way:
                 self._connections.finish(transfer)

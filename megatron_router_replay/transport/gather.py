@@ -8,10 +8,12 @@ from collections.abc import Iterable, Mapping
 from itertools import accumulate, chain
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trace.header import TraceFormat
+from megatron_router_replay.trace.ids import check_topk_indices, spread_experts
 from megatron_router_replay.trace.runs import neighbour_runs
 from megatron_router_replay.transport.plan import Runs, TransportError
 
@@ -86,6 +88,18 @@ class TraceRows:
         assert at == len(memory["topk_indices"]), "the plan's runs cover the memory"
         for each in self._traces:  # a trainer may go on with them before they are sent
             each.check_unchanged()
+
+
+def check_rows(memory: Memory, format: TraceFormat) -> None:
+    """Raise unless the rows that a source wrote are routes, and fill those without a route with legal ids.
+
+    Raises:
+        TraceError: a route has an id that is no expert's, or an expert twice.
+    """
+    indices, mask = memory["topk_indices"], memory["replay_mask"]
+    check_topk_indices(indices, num_experts=format.num_experts, layer_numbers=format.layer_numbers, replay_mask=mask)
+    filler = spread_experts(0, len(indices), topk=format.topk, num_experts=format.num_experts).to(indices.device)
+    indices.copy_(torch.where(mask[:, None, None], indices, filler[:, None]))
 
 
 def views_of_bytes(flat: Tensor, format: TraceFormat, rows: int) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ killed or stopped writes nothing: its peers lose it, or run out of time, and wri
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,8 +28,12 @@ Store = Any
 _STORE_TIMEOUT = timedelta(seconds=10)
 _TOGETHER_S = 1.0
 """Within so many seconds, processes that wait for each other run out of time together."""
+_WAIT_LINE_S = 60.0
+"""A process that waits logs a line so often: the process that it waits for may have been killed."""
 _CLOSE = 1
 """A tag that no message has."""
+
+_LOG = logging.getLogger(__name__)
 
 
 def open_store(host: str, port: int = 0, *, is_server: bool, timeout: timedelta = timedelta(minutes=2)) -> Store:
@@ -45,7 +50,7 @@ def open_store(host: str, port: int = 0, *, is_server: bool, timeout: timedelta 
         timeout: for the server to appear.
 
     Raises:
-        TransportError: the server cannot listen there.
+        TransportError: the server cannot listen there, or did not answer in time.
     """
     options: dict[str, Any] = {"is_master": is_server, "wait_for_workers": False, "timeout": timeout}
     if is_server:
@@ -60,7 +65,13 @@ def open_store(host: str, port: int = 0, *, is_server: bool, timeout: timedelta 
             ) from error
         port = listening.getsockname()[1]
         options["master_listen_fd"] = listening.detach()
-    return dist.TCPStore(host, port, **options)  # type: ignore[attr-defined]
+    try:
+        return dist.TCPStore(host, port, **options)  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        raise TransportError(
+            f"MRR602: no store answers on {host}:{port} within {timeout.total_seconds():g} s: {_first_line(error)} One "
+            "process serves it, open_store(host, port, is_server=True), and gives the others the address that they reach."
+        ) from error
 
 
 class Transfer(NamedTuple):
@@ -147,10 +158,16 @@ class Connections:
 
     def end(self) -> None:
         """Return when every process has all messages of the batch."""
-        self._meet(self._timeout, self._deadline)
+        self._meet(self._timeout, self._deadline, option="timeout")
 
-    def _meet(self, timeout: timedelta, deadline: float) -> None:
-        """Return when all processes have called it as often as this one."""
+    def _meet(self, timeout: timedelta, deadline: float, *, option: str = "ready_timeout") -> None:
+        """Return when all processes have called it as often as this one.
+
+        Args:
+            option: the caller's name of the time-out, for the log.
+        """
+        began = time.monotonic()
+        next_line = began + _WAIT_LINE_S
         self._meetings += 1  # the store counts the arrivals of all meetings, so that no key is reset
         with self._raising_first_words("the store"):
             self._store.add(f"at/{self._rank}", 1)
@@ -170,6 +187,11 @@ class Connections:
                     raise
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"waited {timeout.total_seconds():g} s for {self._late_members()}.")
+                if time.monotonic() > next_line:
+                    next_line += _WAIT_LINE_S
+                    waited, limit = time.monotonic() - began, timeout.total_seconds()
+                    late = self._late_members()
+                    _LOG.warning("%s waits for %s, %.0f s of %s=%g s", self.member, late, waited, option, limit)
                 time.sleep(self._meeting_poll_s)
 
     def _late_members(self) -> str:

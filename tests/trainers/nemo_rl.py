@@ -95,8 +95,14 @@ def config(layout: ParallelSizes, *, packs: bool = False, dynamic: bool = False)
     }
 
 
-def step(folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dict[str, Any]) -> Any:
-    """Reference log-probs, previous log-probs, a training step; {pass: (decisions, wrong)} of each."""
+def step(
+    folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dict[str, Any], *, audits: bool = False
+) -> Any:
+    """Reference log-probs, previous log-probs, a training step; {pass: (decisions, wrong)} of each.
+
+    Args:
+        audits: NeMo-RL's own replay is in the routers.
+    """
     # Before Python 3.12, which NeMo-RL requires, pydantic needs the other TypedDict.
     newer = mock.patch.object(typing, "TypedDict", typing_extensions.TypedDict)
     with newer, trainer_imports(folder, SOURCE.packages, services=SERVICES), oracle.process():
@@ -112,7 +118,7 @@ def step(folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dic
         validate_router_replay_config(cfg)
         # An older Megatron-Core has no total_tokens, which only Transformer Engine reads.
         megatron_data.PackedSeqParams = small_model.packed_seq_params
-        chunks = small_model.build(layout, **options)
+        chunks = small_model.build(layout, **options, moe_enable_routing_replay=audits)
         rank = worker.parallel_state.get_data_parallel_rank()
         # Megatron-Bridge and Megatron-LM's training loop, and the GPU.
         megatron_data.get_ltor_masks_and_position_ids = lambda data, **_: (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 from argparse import Namespace
 from types import SimpleNamespace
 from typing import Any
@@ -77,8 +78,21 @@ def rollout_data(seed: int, steps: int) -> dict[str, Any]:
     return data
 
 
-def step(folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dict[str, Any]) -> Any:
-    """Train on one rollout, in so many `steps`; {pass: (decisions, wrong)} of the reference, log-probs and training."""
+def step(
+    folder: str,
+    layout: ParallelSizes,
+    options: dict[str, Any],
+    flags: dict[str, Any],
+    *,
+    audits: bool = False,
+    plants: bool = False,
+) -> Any:
+    """Train on one rollout, in so many `steps`; {pass: (decisions, wrong)} of the reference, log-probs and training.
+
+    Args:
+        audits: slime's own replay is in the routers.
+        plants: it gets one wrong row.
+    """
     with trainer_imports(folder, ("slime",), services=SERVICES), oracle.process():
         torch._dynamo.config.disable = True
         from slime.backends.megatron_utils import actor, data, model
@@ -103,8 +117,38 @@ def step(folder: str, layout: ParallelSizes, options: dict[str, Any], flags: dic
             small_model.without_attention(chunks)
         if arguments.combined_1f1b:
             set_in_configs(chunks, overlap_moe_expert_parallel_comm=True)  # whose own checks want bf16
+        if audits:
+            _install_own_replay(chunks, plants)
         boxes = [Box(rollout_data(i, flags.get("steps", 1))) for i in range(actor.mpu.get_data_parallel_world_size())]
         return train(actor, arguments, chunks, boxes)
+
+
+def _install_own_replay(chunks: list[Any], plants: bool) -> None:
+    """Have routers choose by slime's top-k, as its Megatron-LM has them; its queues are not pinned."""
+    from megatron.core.transformer.moe.router import TopKRouter
+    from slime.utils import routing_replay
+
+    os.environ["ENABLE_ROUTING_REPLAY"] = "1"  # as slime's actor group starts the actors
+    routing_replay.RoutingReplay.all_routing_replays.clear()
+    keep = oracle.planting(_keep) if plants else _keep
+    routing_replay.RoutingReplay.record = keep
+    choose = routing_replay.get_routing_replay_compute_topk(lambda scores, topk, **_: scores.topk(topk, dim=1))
+
+    def routing(logits: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = logits.reshape(-1, oracle.EXPERTS).softmax(dim=1)
+        chosen = choose(scores, oracle.TOPK)[1].long()
+        routing_map = torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, True)
+        return scores * routing_map, routing_map
+
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, TopKRouter):
+                routing_replay.register_routing_replay(module)
+                module.routing = routing
+
+
+def _keep(replay: Any, topk_indices: torch.Tensor) -> None:
+    replay.top_indices_list.append(topk_indices.clone())
 
 
 def start(folder: str, name: str = "slime", info: str = "") -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -140,3 +141,20 @@ def trainer_imports(folder: str, packages: Sequence[str], *, services: Sequence[
         sys.modules.update(before)
         for owner, name in added:
             delattr(owner, name)
+
+
+@contextmanager
+def missing_modules(names: Sequence[str]) -> Iterator[None]:
+    """Let these packages be imported inside the block, those that are not installed as stand-ins."""
+    finder = _Finder("/", ())
+    finder._asks = lambda: False  # type: ignore[method-assign]
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    sys.modules.update({name: _Module(name) for name in missing})
+    sys.meta_path.append(finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name, module in list(sys.modules.items()):
+            if isinstance(module, _Module) and name.split(".")[0] in missing:
+                del sys.modules[name]

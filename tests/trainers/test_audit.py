@@ -24,9 +24,9 @@ def trace_of(chunks):
     return replayer.make_trace(chunks, *samples(), "unrouted")
 
 
-def run_passes(chunks, seen, trace, **options):
+def run_passes(chunks, seen, trace):
     """Run a pass of log-probs and a training step inside one audit; return its findings and the oracle's counts."""
-    with mrr.audit(chunks, trace, **options) as findings:
+    with mrr.audit(chunks, trace, padding_token_ids=[0]) as findings:
         for forward_only in (True, False):
             schedule = schedules.get_forward_backward_func()
             passes(chunks, seen, samples()[0], schedule, forward_only=forward_only)
@@ -48,7 +48,9 @@ def test_whatever_decides_is_counted_as_an_independent_hook_counts_it(decides, c
     trace = trace_of(chunks)
     if "wrong" in decides:
         routes[3][5, 2] = (routes[3][5, 2] + 1) % oracle.EXPERTS
-    replaying = mrr.replay(chunks, trace, min_agreement=0.0) if "replay" in decides else nullcontext()
+    replaying = (
+        mrr.replay(chunks, trace, min_agreement=0.0, padding_token_ids=[0]) if "replay" in decides else nullcontext()
+    )
     with oracle.watched(chunks, oracle.routes_of_tokens(ids, routes)) as seen, replaying:
         findings = run_passes(chunks, seen, trace_of(chunks) if "wrong" not in decides else trace_with(chunks, routes))
     check_counts(findings, seen)
@@ -91,7 +93,7 @@ def audit_of_live_routers(layout, options, packs):
         oracle.process(),
         oracle.watched(chunks, {}) as seen,
     ):
-        replayer.install("slime", lambda: True, {})
+        replayer.install("slime", lambda: True, {"padding_token_ids": [0]})
         handles = []
         for index, chunk in enumerate(chunks):
             handles.append(chunk.register_forward_pre_hook(partial(enter, index), with_kwargs=True))
@@ -158,7 +160,7 @@ def test_experts_that_drop_tokens_are_compared_as_they_were_chosen(trainer):
     original = router_module.apply_router_token_dropping
     with oracle.watched(chunks, oracle.routes_of_tokens(ids, routes)) as seen:
         trace = trace_of(chunks)
-        with mrr.replay(chunks, trace, min_agreement=0.0):
+        with mrr.replay(chunks, trace, min_agreement=0.0, padding_token_ids=[0]):
             exact = run_passes(chunks, seen, trace)
         log_probs, _ = seen.counts()
         live = run_passes(chunks, seen, trace)

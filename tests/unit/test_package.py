@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import megatron_router_replay as mrr
-from megatron_router_replay.lazy import lazy_names
 from megatron_router_replay.store import TraceStore, load_trace
 from tests.unit.store.store_traces import make_trace
 
@@ -91,14 +90,3 @@ def test_a_file_where_a_store_is_meant_has_no_steps(tmp_path):
     path = mrr.save_trace(TRACE, tmp_path / "x")
     with pytest.raises(mrr.RouterReplayError, match="cannot find step 1"):
         TraceStore(path).load_step(1)
-
-
-def test_a_withdrawn_name_answers_with_its_replacement():
-    load, names = lazy_names(
-        "package", {"kept": "kept"}, withdrawn={"attach": "the tokens of a forward find its rows."}
-    )
-    with pytest.raises(
-        AttributeError, match=r"^package\.attach is gone in 0\.3: the tokens of a forward find its rows\.$"
-    ):
-        load("attach")
-    assert names() == ["kept"]

@@ -3,42 +3,48 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 from types import MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from megatron_router_replay.checks import check_withdrawn
 from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.layout.split import rows_for_router
 from megatron_router_replay.mcore.batches.inputs import ForwardInputs, read_inputs
-from megatron_router_replay.mcore.batches.queue import Queue
+from megatron_router_replay.mcore.batches.microbatch import Microbatch
 from megatron_router_replay.mcore.core.counts import Counts
 from megatron_router_replay.mcore.model.find import FoundRouter, wrappers
-
-_WITHDRAWN = dict.fromkeys(
-    ("routing_rows", "routing_padding", "routing_trained"),
-    "the tokens of each forward find its rows; a model that gets embeddings takes session.microbatch(rows, model).",
-)
-"""Keyword of a model's forward in an earlier version -> its replacement."""
 
 _CACHES = ("inference_context", "inference_params")
 """Keywords of Megatron-Core by which a forward continues the sequences of earlier ones."""
 
 
 class Chunk:
-    """A model chunk and its queue of micro-batches; its hooks are on the model while a session is open.
+    """A model chunk and the micro-batch that it runs; its `forward` is wrapped while a session is open.
+
+    A forward owns its micro-batch: the one that was given by hand right before it, or the one that its tokens find. When it
+    raises, nothing is left, and it may be repeated. Layers that run outside of a forward (a schedule plan's) take the
+    micro-batch that was given last. Recomputes do not come here: see `tape`.
 
     Args:
         index: which chunk of the session.
         outermost: the model as the schedule calls it, with its wrappers.
         replayed_routers: the routers that route micro-batches.
         rank: this process, for messages.
-        missing: names the rows of a forward for which none were queued, in a message.
+        missing: names the rows of a forward that has none, in a message.
+
+    Attributes:
+        where: rank and chunk, for messages.
+        given: the micro-batch of the next forward, or of layers to come; None: there is none.
+        current: the one that runs, or ran last; None: there was none, or its forward failed.
+        num_begun: micro-batches so far, with those of forwards that failed.
+        digest: of the rows of all micro-batches that ended, in order, and their number.
     """
 
     def __init__(
@@ -49,16 +55,19 @@ class Chunk:
         self.replayed_routers = replayed_routers
         self.device = replayed_routers[0].router.weight.device
         self.config: Any = replayed_routers[0].router.config
-        layers = [f"layer {found.layer_number}" for found in replayed_routers]
-        self.queue = Queue(
-            f"rank {rank}, chunk {index}", layers, missing, lambda done: self._session.on_done(self, done)
-        )
+        self.where, self._missing = f"rank {rank}, chunk {index}", missing
+        self._layers = [f"layer {found.layer_number}" for found in replayed_routers]
+        self.num_begun = 0
+        self.given: Microbatch | None = None
+        self.current: Microbatch | None = None
+        self._is_running = False  # a forward of the module runs
+        self._is_done = True  # the current micro-batch was counted
+        self.digest = [0, 0]
         group = replayed_routers[0].router.tp_group
         self._tp_rank, self._tp_size = int(get_pg_rank(group)), int(get_pg_size(group))
         self._sequence_parallel = bool(self.config.sequence_parallel)
         self.counts = Counts()  # of micro-batches, and of rows by kind
         self._session: Any = None
-        self._handles: dict[int, list[Any]] = {}  # level -> its hooks
         self._wrapped: dict[str, Any] = {}  # name -> the session's method on the module
         self._replaced: dict[str, Any] = {}  # name -> the instance's own method before, None: it had the class's
 
@@ -107,60 +116,134 @@ class Chunk:
         num_sequences, length = batch_shape
         return (length // self._tp_size if self._sequence_parallel else length, num_sequences)
 
-    # ---- hooks on the model
-    def add_hooks(self, microbatches: Any) -> None:
-        """Put the hooks on, which call the session's micro-batches in each forward."""
-        # Weakly, so that hooks which a copy of the model keeps do not keep the session.
-        self._session = weakref.proxy(microbatches)
-        for depth, level in enumerate(self.levels):
-            self._hook_level(depth, level)
-        self._wrap("forward", lambda inputs: self._session.on_forward(self, inputs), depth=len(self.levels))
-        if hasattr(self.module, "build_schedule_plan"):  # its layers run later, outside of a forward of the module
-            self._wrap("build_schedule_plan", lambda inputs: self._session.follow(self, inputs))
+    @property
+    def stage(self) -> tuple[int, int] | None:
+        """(lowest of the ranks that differ in their pipeline stage alone, this rank's stage); None: there is one stage."""
+        collection = getattr(self.module, "pg_collection", None)
+        group: Any = getattr(collection, "pp", None)
+        if collection is None and parallel_state.is_initialized():
+            group = parallel_state.get_pipeline_model_parallel_group(check_initialized=False)
+        if group is None or group.size() == 1:
+            return None
+        return min(dist.get_process_group_ranks(group)), group.rank()
 
-    def _hook_level(self, depth: int, level: nn.Module) -> None:
-        """Put hooks on the module, or on a wrapper around it, that enter and leave its calls in the queue."""
-        queue = self.queue
+    # ---- micro-batches
+    def give(self, microbatch: Microbatch) -> None:
+        """Keep the micro-batch of the next forward.
 
-        # Plain functions, so that a copy of the model has them and not a copy of this object.
-        @_disable_dynamo
-        def enter(called: nn.Module, args: Any) -> None:
-            if called is level and self._session.is_new_forward():
-                put_last()
-                queue.enter(depth)
+        Raises:
+            ReplayStateError: it has one.
+        """
+        if self.given is not None:
+            raise ReplayStateError(
+                f"MRR407: {self.where}: rows were given for micro-batch {self.given.number}, and no forward has used them. "
+                "Call session.microbatch right before each forward; after a forward that failed, leave the session."
+            )
+        microbatch.number = self.num_begun
+        self.given, self.num_begun = microbatch, self.num_begun + 1
 
-        @_disable_dynamo
-        def leave(called: nn.Module, args: Any, output: Any) -> None:
-            # Also if a pause began inside of the call: its routers that ran live are missing then, and that raises.
-            if called is level and (self._session.is_new_forward() or queue.is_innermost(depth)):
-                queue.leave(depth, failed=False)
-
-        @_disable_dynamo
-        def fail(called: nn.Module, args: Any, output: Any) -> None:
-            # After `leave`, this finds no call; alone, it runs because the forward or an earlier hook raised.
-            if called is level and self._session.is_new_forward():
-                queue.leave(depth, failed=True)
-
-        def add() -> list[Any]:
-            return [level.register_forward_hook(leave), level.register_forward_hook(fail, always_call=True)]
-
-        def put_last() -> None:
-            # A hook that was put on inside the session may raise, too, and only a forward that returned is a success.
-            handles = self._handles[depth]
-            if next(reversed(level._forward_hooks)) != handles[-1].id:
-                for handle in handles[1:]:
-                    handle.remove()
-                handles[1:] = add()
-
-        # Before all hooks: after one that raises, it would not run.
-        self._handles[depth] = [level.register_forward_pre_hook(enter, prepend=True), *add()]
-
-    def _wrap(self, name: str, begin: Callable[[ForwardInputs], None], *, depth: int | None = None) -> None:
-        """Wrap a method of the module: `begin` gets the inputs of each call, after every hook on the module.
+    def begin(self, *, is_running: bool) -> Microbatch:
+        """Return the micro-batch that was given, which begins.
 
         Args:
-            depth: of the calls, for the queue; None: micro-batches run outside of them.
+            is_running: a forward of the module runs, until `leave`; False: its layers run outside of one.
+
+        Raises:
+            ReplayStateError: none was given, or the last one has not reached every router.
         """
+        if missing := self._missing_layers():
+            if self.given is not None and not self.given.is_by_hand:
+                self.given = None
+            raise ReplayStateError(
+                f"MRR407: {self._name}: a new forward began, but no forward of its {missing} came. The forwards of a chunk "
+                "must run one after another and reach every router."
+            )
+        if self.given is None:
+            self._raise_missing(self._layers[0])
+        self.current, self.given = self.given, None
+        self._is_running, self._is_done = is_running, False
+        self.current.upload(self.device)
+        return self.current
+
+    def leave(self, *, failed: bool) -> None:
+        """End the forward of the module; only one that returned is a success."""
+        self._is_running = False
+        if failed:
+            if self.current is not None:
+                self.current.free()
+            self.current, self._is_done = None, True
+        self._hand_on()
+
+    def microbatch_of(self, position: int) -> Microbatch:
+        """Return the micro-batch that the router at this position routes now.
+
+        Raises:
+            ReplayStateError: there is none, or the forward called the router before.
+        """
+        current = self.current
+        if current is not None and position not in current.routed:
+            return current
+        if current is not None and self._is_running:
+            raise ReplayStateError(
+                f"MRR407: {self._name}: one forward of the model called the router of {self._layers[position]} twice. A "
+                "micro-batch has one route for a token in a layer; layers that share a router cannot be told apart."
+            )
+        if self.given is None:
+            self._raise_missing(self._layers[position])
+        return self.begin(is_running=False)
+
+    def routed(self, microbatch: Microbatch, position: int) -> None:
+        """Note that a router has routed the micro-batch; after the last one it is done, once its forward returns."""
+        microbatch.routed.add(position)
+        if not self._is_running:
+            self._hand_on()
+
+    def _hand_on(self) -> None:
+        current = self.current
+        if current is None or self._is_done or not current.is_routed:
+            return
+        self._is_done = True
+        self.digest = [self.digest[0] + 1, zlib.crc32(current.digest.to_bytes(4), self.digest[1])]
+        self._session.on_done(self, current)
+        current.free()
+
+    def problems(self) -> Iterator[str]:
+        """Yield micro-batches that not every router has routed; forwards that failed do not count."""
+        if missing := self._missing_layers():
+            yield f"{self._name}: its {missing} was not forwarded"
+        if self.given is not None:
+            yield (
+                f"{self.where}, micro-batch {self.given.number}, {self._layers[0]}: rows were given, but no forward used them"
+            )
+
+    @property
+    def _name(self) -> str:
+        return f"{self.where}, micro-batch {self.num_begun if self.current is None else self.current.number}"
+
+    def _missing_layers(self) -> str:
+        """Return the layers that have not routed the current micro-batch, "": there are none."""
+        if self.current is None or self.current.is_routed:
+            return ""
+        return ", ".join(name for position, name in enumerate(self._layers) if position not in self.current.routed)
+
+    def _raise_missing(self, layer: str) -> NoReturn:
+        raise ReplayStateError(
+            f"MRR406: {self.where}, micro-batch {self.num_begun}, {layer}: a forward without {self._missing}. A trace of "
+            "RoutingTrace.from_samples finds them by the forward's input_ids; else call session.microbatch(rows, model) "
+            "before each forward of each chunk. An evaluation or a reference pass runs inside `with session.paused():`."
+        )
+
+    # ---- the wrapped methods of the model
+    def wrap(self, microbatches: Any) -> None:
+        """Wrap the methods that begin micro-batches; they call the session's in each forward."""
+        # Weakly, so that methods which a copy of the model keeps do not keep the session.
+        self._session = weakref.proxy(microbatches)
+        self._wrap("forward", lambda inputs: self._session.on_forward(self, inputs), is_running=True)
+        if hasattr(self.module, "build_schedule_plan"):  # its layers run later, outside of a forward of the module
+            self._wrap("build_schedule_plan", lambda inputs: self._session.follow(self, inputs), is_running=False)
+
+    def _wrap(self, name: str, begin: Callable[[ForwardInputs], None], *, is_running: bool) -> None:
+        """Wrap a method of the module: `begin` gets the inputs of each call, after every hook on the module."""
         module, replaced = self.module, vars(self.module).get(name)
         # The class's method, or one that is bound to this instance: a copy of the model calls it with itself.
         is_method = replaced is None or getattr(replaced, "__self__", None) is module
@@ -171,29 +254,26 @@ class Chunk:
             # A copy of the model that was made inside the session is not under it.
             if called is not module or bound is not self._wrapped.get(name) or not self._session.is_new_forward():
                 return False
-            withdrawn = {name: kwargs[name] for name in _WITHDRAWN if name in kwargs}
-            check_withdrawn(type(module).__name__, withdrawn, _WITHDRAWN)
-            if not self.queue.has_rows_by_hand and any(kwargs.get(name) is not None for name in _CACHES):
+            if self.given is None and any(kwargs.get(name) is not None for name in _CACHES):
                 raise ReplayStateError(
-                    f"MRR424: {self.queue.where}: {type(module).__name__} got an inference_context, and its cache has "
+                    f"MRR424: {self.where}: {type(module).__name__} got an inference_context, and its cache has "
                     "the tokens before its input_ids, so their rows cannot be found. Generate inside `session.paused()`."
                 )
-            if depth is not None:
-                self.queue.enter(depth)
             begin(read_inputs(module, args, kwargs))
-            return depth is not None
+            return is_running
 
         @_disable_dynamo
-        def leave() -> None:
-            assert depth is not None, "the call was entered"
-            self.queue.leave(depth, failed=False)
+        def leave(*, failed: bool) -> None:
+            self.leave(failed=failed)
 
         def wrapped(called: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            is_entered = enter(called, args, kwargs)
-            output = method(called, *args, **kwargs) if is_method else method(*args, **kwargs)
-            # Not after an exception, which leaves the call open: the queue finds it there.
-            if is_entered:
-                leave()
+            is_entered, failed = enter(called, args, kwargs), True
+            try:
+                output = method(called, *args, **kwargs) if is_method else method(*args, **kwargs)
+                failed = False
+            finally:
+                if is_entered:
+                    leave(failed=failed)
             return output
 
         wrapped.__name__ = name
@@ -203,10 +283,8 @@ class Chunk:
         self._replaced[name] = replaced
         setattr(module, name, bound)
 
-    def remove_hooks(self) -> None:
-        """Take the hooks off and forget every micro-batch."""
-        for handle in (each for handles in self._handles.values() for each in handles):
-            handle.remove()
+    def unwrap(self) -> None:
+        """Put the methods back, and forget every micro-batch."""
         for name, bound in self._wrapped.items():
             # A wrapper that was put around ours inside the session keeps it, and ours passes calls on.
             if vars(self.module).get(name) is bound:
@@ -214,5 +292,4 @@ class Chunk:
                     delattr(self.module, name)
                 else:
                     setattr(self.module, name, self._replaced[name])
-        self._handles, self._wrapped = {}, {}
-        self.queue.clear()
+        self._wrapped, self.given, self.current = {}, None, None

@@ -1,4 +1,4 @@
-"""Read the segments and tokens of a forward out of the call of a model chunk."""
+"""Read the segments and tokens of a forward out of the call of a model chunk, on the host."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -16,7 +17,10 @@ from torch import Tensor, nn
 from megatron_router_replay.checks import as_integers
 from megatron_router_replay.errors import LayoutError
 from megatron_router_replay.mcore.batches.segments import Partition, Segments
-from megatron_router_replay.mcore.core.streams import collective_device
+from megatron_router_replay.mcore.core.streams import collective_device, to_host
+
+MAX_TOKEN = (1 << 31) - 1
+"""The highest token id; a trace has 32 bits for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +44,12 @@ class ForwardInputs:
         """Return the starts of packed sequences with padding; None: a padded batch."""
         # Positions of input_ids count padding, so the padded bounds come first.
         padded = getattr(self.packed_seq_params, "cu_seqlens_q_padded", None)
-        return getattr(self.packed_seq_params, "cu_seqlens_q", None) if padded is None else padded
+        return self.unpadded if padded is None else padded
+
+    @property
+    def unpadded(self) -> Tensor | None:
+        """Return the starts of packed sequences, without padding where both are given."""
+        return getattr(self.packed_seq_params, "cu_seqlens_q", None)
 
 
 @lru_cache(maxsize=16)  # every micro-batch reads the same signature
@@ -129,13 +138,19 @@ class TokenReader:
         self._partition = cp_partition_mode
 
     def segments_of(
-        self, inputs: ForwardInputs, shape: tuple[int, int], group: dist.ProcessGroup | None, device: torch.device
+        self,
+        inputs: ForwardInputs,
+        shape: tuple[int, int],
+        group: dist.ProcessGroup | None,
+        bounds: Any = None,
+        unpadded: Any = None,
     ) -> Segments:
         """Return the Segments of a forward, without lengths of a padding mask.
 
         Args:
             shape: [b, s] of this rank.
             group: the context-parallel ranks; None: this rank has all.
+            bounds, unpadded: those of the inputs, on the host.
         """
         size = 1 if group is None else group.size()
         partition: Any = self._partition or getattr(inputs.packed_seq_params, "cp_partition_mode", None) or "zigzag"
@@ -145,30 +160,54 @@ class TokenReader:
                 f"MRR204: cannot place the positions of context-parallel ranks under cp_partition_mode={partition!r}, "
                 f"zigzag_cp_min_chunk_size={chunk}: supported are 'zigzag' without a chunk size and 'contiguous'."
             )
-        unpadded = getattr(inputs.packed_seq_params, "cu_seqlens_q", None)
-        return Segments.of(shape, inputs.bounds, unpadded=unpadded, device=device, cp_size=size, partition=partition)
+        return Segments.of(shape, bounds, unpadded=unpadded, cp_size=size, partition=partition)
 
-    def read(
-        self, inputs: ForwardInputs, group: dist.ProcessGroup | None, device: torch.device
-    ) -> tuple[Segments, Tensor]:
-        """Return the Segments of a forward, and the tokens of all ranks, [total] int64."""
+    def read(self, inputs: ForwardInputs, group: dist.ProcessGroup | None) -> tuple[Segments, Any]:
+        """Return the Segments of a forward, and the tokens of all ranks, [total] int64, on the host.
+
+        Where some of the inputs are on a GPU, the host waits for it once.
+
+        Raises:
+            LayoutError: a token id is below 0, or 2 ** 31 or more.
+        """
         ids = inputs.input_ids
         assert ids is not None, "checked"
         # Packed sequences have bounds, so position_ids cut rows of a padded batch alone.
         mask, positions = inputs.padding_mask, inputs.position_ids if inputs.bounds is None else None
         if mask is not None and mask.numel() != ids.numel():
             mask = None  # of another layout than the tokens
-        segments = self.segments_of(inputs, (int(ids.shape[0]), int(ids.shape[1])), group, device)
-        columns = [each.reshape(1, -1) for each in (ids, mask, positions) if each is not None]
-        if group is not None:
-            # One collective, of 4 to 12 bytes a token: then every rank has whole sequences, and all decide alike.
-            sent = torch.cat([each.to(torch.int32) for each in columns]).to(collective_device(group))
-            parts = [torch.empty_like(sent) for _ in range(group.size())]
-            dist.all_gather(parts, sent, group=group)
-            columns = list(torch.stack(parts, dim=1))
-        flat = [segments.in_order(each.to(device)) for each in columns]
+        unpadded = None if inputs.unpadded is inputs.bounds else inputs.unpadded
+        columns = [each for each in (ids, mask, positions) if each is not None]
+        device = None if group is None else collective_device(group)
+        if group is not None and device is not None and device.type != "cpu":
+            columns = _of_all_ranks([each.to(device) for each in columns], group)
+        *arrays, bounds, unpadded = to_host([*columns, inputs.bounds, unpadded])
+        if group is not None and device is not None and device.type == "cpu":
+            arrays = to_host(_of_all_ranks([torch.from_numpy(each) for each in arrays], group))
+        segments = self.segments_of(inputs, (int(ids.shape[0]), int(ids.shape[1])), group, bounds, unpadded)
+        flat = [segments.in_order(each) for each in arrays]
+        tokens = flat[0]
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() <= MAX_TOKEN:
+            at = int(np.flatnonzero((tokens < 0) | (tokens > MAX_TOKEN))[0])
+            raise LayoutError(
+                f"MRR201: {segments.place(at)} is {int(tokens[at])}: token ids must be 0 to 2 ** 31 - 1. A model that puts "
+                "other inputs at such places takes session.microbatch(rows, model)."
+            )
         if positions is not None:
             segments = segments.cut(flat[-1])
         if mask is not None:
             segments = segments.bound(flat[1] != 0)
-        return segments, flat[0].to(torch.int64)
+        return segments, tokens
+
+
+def _of_all_ranks(columns: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """Return values of all context-parallel ranks, [cp_size, n] int32 each; a token that is none is -1.
+
+    One collective, of 4 to 12 bytes a token: then every rank has whole sequences, and all decide alike.
+    """
+    tokens, *others = (each.flatten() for each in columns)
+    tokens = torch.where((tokens < 0) | (tokens > MAX_TOKEN), -1, tokens)
+    sent = torch.stack([each.to(torch.int32) for each in (tokens, *others)])
+    parts = [torch.empty_like(sent) for _ in range(group.size())]
+    dist.all_gather(parts, sent, group=group)
+    return list(torch.stack(parts, dim=1))

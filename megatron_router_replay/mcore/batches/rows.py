@@ -1,85 +1,53 @@
-"""The inputs of a forward, checked and copied: rows, masks, tokens."""
+"""The rows of a forward, with its masks and tokens: checked, and copied to the host."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_router_replay.checks import Check, as_integers, as_mask
+from megatron_router_replay.checks import as_integers, as_mask
 from megatron_router_replay.errors import LayoutError
-from megatron_router_replay.mcore.core.counts import Counts
+from megatron_router_replay.mcore.core.streams import to_host
 
 
-class DeferredChecks:
-    """Checks of tensors in one session. On the CPU they raise at once, on a GPU at the end, to spare the host a wait.
+def check_range(rows: Tensor, num_tokens: int) -> bool:
+    """Check the range of rows on the host; return whether some are -1.
 
-    Attributes:
-        failed: message -> how often the check failed, on a device until `Counts.read`.
+    Raises:
+        LayoutError: a row is below -1, or num_tokens or more.
     """
-
-    def __init__(self) -> None:
-        self.failed = Counts()
-        self._details: dict[str, Callable[[], str]] = {}  # message -> makes the one that is raised instead
-
-    def check(self, failed: Tensor, message: str, detail: Callable[[], str] | None = None) -> None:
-        """Raise LayoutError if `failed` (a scalar) is not 0: now, or from `texts` on.
-
-        Args:
-            detail: makes the whole message, from values that the host must wait for.
-        """
-        if failed.device.type != "cpu":
-            self.failed.add(**{message: failed})
-            if detail is not None:
-                self._details[message] = detail
-        elif bool(failed):
-            raise LayoutError(message if detail is None else detail())
-
-    def texts(self) -> list[str]:
-        """Return the messages of the checks that failed, once they are read."""
-        failed = self.failed.positive
-        return [self._details[message]() if message in self._details else message for message in failed]
-
-    def check_range(self, rows: Tensor, num_tokens: int) -> bool:
-        """Check the range of rows; return whether some may be -1, True also on a GPU, without a wait.
-
-        Raises:
-            LayoutError: a row is below -1, or num_tokens or more.
-        """
-        message = f"MRR202: rows reach outside the trace's rows 0..{num_tokens - 1}; padding is -1."
-        if not rows.numel():
-            return False
-        if rows.device.type != "cpu":
-            self.check(((rows < -1) | (rows >= num_tokens)).any(), message)
-            return True
-        lowest, highest = map(int, rows.aminmax())
-        if lowest < -1 or highest >= num_tokens:
-            raise LayoutError(message)
-        return lowest < 0
+    if not rows.numel():
+        return False
+    lowest, highest = map(int, rows.aminmax())
+    if lowest < -1 or highest >= num_tokens:
+        raise LayoutError(f"MRR202: rows reach outside the trace's rows 0..{num_tokens - 1}; padding is -1.")
+    return lowest < 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowInputs:
-    """The rows of a forward, queued by hand or found by its tokens.
+    """The rows of a forward, given by hand or found by its tokens.
 
     Args:
         rows: [b, s] int64.
         token_ids: [b, s] int64; None: not given.
         padding: [b, s] bool; None: not given.
-        num_ambiguous: segments that several samples fit, an int or a scalar on a device; 0 of rows by hand.
+        num_ambiguous: segments that several samples fit; 0 of rows by hand.
+        lengths: [S] int64, tokens of each sample that a recording numbers itself; None: rows by hand, or of a trace.
     """
 
     rows: Tensor
     token_ids: Tensor | None
     padding: Tensor | None
-    num_ambiguous: Tensor | int = 0
+    num_ambiguous: int = 0
+    lengths: Tensor | None = None
 
     @classmethod
     def checked(cls, rows: Any, *, token_ids: Any, padding: Any) -> RowInputs:
-        """Check shapes and copy, because trainers reuse their buffers.
+        """Check shapes and copy to the host.
 
         Raises:
             LayoutError: rows are not [b, s] (or [n], one packed row), or a mask or tokens have another shape or kind.
@@ -95,25 +63,24 @@ class RowInputs:
                     f"MRR201: rows are {rows.dtype} and hold {highest}, which a -1 becomes there: padding "
                     "cannot be told from that row. Give a signed dtype."
                 )
-        as_2d = (1, -1) if rows.dim() == 1 else rows.shape
-        inputs: dict[str, Any] = {}
-        for name, values in (("token_ids", token_ids), ("padding", padding)):
-            if values is None:
-                inputs[name] = None
-                continue
-            values = as_integers(values, name) if name == "token_ids" else as_mask(values, name)
-            if values.shape != rows.shape:
+        tokens = None if token_ids is None else as_integers(token_ids, "token_ids")
+        mask = None if padding is None else as_mask(padding, "padding")
+        for name, values in (("token_ids", tokens), ("padding", mask)):
+            if values is not None and values.shape != rows.shape:
                 raise LayoutError(f"MRR201: rows {list(rows.shape)} and {name} {list(values.shape)} differ in shape.")
-            dtype = torch.int64 if name == "token_ids" else torch.bool
-            inputs[name] = values.reshape(as_2d).to(rows.device, dtype, copy=True)
-        return cls(rows=rows.reshape(as_2d).to(torch.int64, copy=True), **inputs)
+        as_2d = (1, -1) if rows.dim() == 1 else rows.shape
+        given = (rows, tokens, mask)
+        # A copy also of those on the host, because trainers reuse their buffers.
+        copied: list[Any] = [
+            None if array is None else torch.from_numpy(array.copy()).reshape(as_2d) for array in to_host(given)
+        ]
+        return cls(rows=copied[0], token_ids=copied[1], padding=copied[2])
 
 
-def check_padding(inputs: RowInputs, check: Check) -> None:
+def check_padding(inputs: RowInputs) -> None:
     """Check that padding has no rows: no mask overrules a row of the trace."""
-    if inputs.padding is not None:
-        check(
-            (inputs.padding & (inputs.rows >= 0)).any(),
+    if inputs.padding is not None and bool((inputs.padding & (inputs.rows >= 0)).any()):
+        raise LayoutError(
             "MRR203: a position with padding=True has a routing row: mask and rows moved apart, or the mask is "
-            "inverted (True is padding) or a loss mask.",
+            "inverted (True is padding) or a loss mask."
         )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_router_replay.mcore.core.streams import current_stream, follow
+from megatron_router_replay.mcore.core.streams import current_stream, follow, to_device
 
 _BLOCK = 16
 """Layers that are widened to int64 at once: a launch for each router would cost more, all layers too much memory."""
@@ -70,15 +70,17 @@ def take_rows(topk_indices: Tensor, rows: Tensor, device: torch.device) -> Tenso
 
     Args:
         topk_indices: [num_rows, num_layers, topk].
-        rows: [n] int64 on the same device, each a row.
+        rows: [n] int64 on the host, each a row.
 
     Returns:
         [n, num_layers, topk] on `device`.
     """
     if not topk_indices.shape[0]:  # an empty trace: its micro-batches have no row
         return topk_indices.new_zeros(rows.numel(), *topk_indices.shape[1:]).to(device)
-    if device.type == "cpu" or topk_indices.device.type != "cpu":
-        return topk_indices.index_select(0, rows).to(device, non_blocking=True)
+    if topk_indices.device.type != "cpu":
+        return topk_indices.index_select(0, to_device(rows, topk_indices.device)).to(device, non_blocking=True)
+    if device.type == "cpu":
+        return topk_indices.index_select(0, rows)
     # Page-locked, or the copy would wait for the device; torch reuses such memory only when the copy is done.
     staged = torch.empty(rows.numel(), *topk_indices.shape[1:], dtype=topk_indices.dtype, pin_memory=True)
     torch.index_select(topk_indices, 0, rows, out=staged)

@@ -53,11 +53,6 @@ class Counts:
         ]
         self._limit = len(self._pending) + _MAX_PENDING
 
-    @property
-    def positive(self) -> list[str]:
-        """The names that count more than 0, in the order in which they came."""
-        return [name for name, count in self._counts.items() if count > 0]
-
     @staticmethod
     def read(all_counts: Iterable[Counts]) -> None:
         """Bring all scalars on a GPU to the host in one copy."""

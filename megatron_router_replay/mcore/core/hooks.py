@@ -11,10 +11,10 @@ exactly once raises. The hooks are process-wide: `install` puts them in once, an
 A forward's way through a session, in the order of calls:
 
     routing -> routing_call -> tape.checkpoint_state                                       whether this is a recompute
-            -> Microbatches._routing_state -> Queue.microbatch_of                          the micro-batch of this call
+            -> Microbatches._routing_state -> Chunk.microbatch_of                          the micro-batch of this call
     topk_routing_with_score_function -> RoutingCall.get_replay_topk -> Strategy.experts    its experts
     routing -> tape.write                                                                  for its recomputes
-            -> Microbatches._on_routed -> Queue.routed                                     one router of the micro-batch ran
+            -> Microbatches._on_routed -> Chunk.routed                                     one router of the micro-batch ran
     dispatch_preprocess                                                                    gets both outputs; see `dispatch`
 
 Source: Megatron-Core 0.16.1 to 0.19.2, router.TopKRouter.routing and moe_utils.topk_routing_with_score_function.
@@ -347,7 +347,7 @@ def _topk_hook(original: Any) -> Any:
 
 def _inference_hook(original: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # A frozen model may generate between its steps: a freeze queues nothing.
+        # A frozen model may generate between its steps: a freeze takes no micro-batches.
         if any(source._takes_microbatches for source in sources_of(self)):
             for reason in inference_refusals(self):
                 raise UnsupportedRouterError(f"MRR401: {tape.layer_of(self)}: {reason}.")

@@ -1,7 +1,8 @@
-"""Copies to a device and uses under another stream, without a wait of the host."""
+"""Copies between host and device, and uses under another stream; only copies to the host wait."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,10 +40,20 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return staged.to(device, non_blocking=True)
 
 
-def to_host(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return integers and masks of equal shape on the host; all that are on a GPU come in one copy."""
-    above = {name: each for name, each in values.items() if each.device.type != "cpu"}
-    if not above:
-        return values
-    copied = torch.stack([each.to(torch.int64) for each in above.values()]).cpu()
-    return values | {name: each.to(above[name].dtype) for name, each in zip(above, copied)}
+def to_host(values: Sequence[Tensor | None]) -> list[Any]:
+    """Return integers and masks as arrays on the host, int64 or bool; all that are on a GPU come in one copy, in one wait."""
+    above = [each for each in values if each is not None and each.device.type != "cpu"]
+    flat = [each.flatten().to(torch.int64) for each in above]
+    copied = (flat[0] if len(flat) == 1 else torch.cat(flat)).cpu() if flat else torch.empty(0)
+    found: list[Any] = []
+    at = 0
+    for each in values:
+        if each is None:
+            found.append(None)
+            continue
+        own = each.detach()
+        if each.device.type != "cpu":
+            own = copied[at : at + each.numel()].view(each.shape)
+            at += each.numel()
+        found.append(own.to(torch.bool if each.dtype is torch.bool else torch.int64).numpy())
+    return found

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_router_replay.mcore.batches.chunk import Chunk
-from megatron_router_replay.mcore.batches.queue import Microbatch
+from megatron_router_replay.mcore.batches.microbatch import Microbatch
 from megatron_router_replay.mcore.core.streams import current_stream, follow
 from megatron_router_replay.mcore.sessions.blocks import EVIDENCE
 from megatron_router_replay.mcore.sessions.verdict import (

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-EVIDENCE = 60.0
+EVIDENCE = 72.0
 """Log-likelihood ratio from which on a block raises. `docs/exactness.md` has the most that legal sessions gave."""
 ROW_EVIDENCE = 6.0
 """The most that one row, or all rows of one kind, add to a block."""

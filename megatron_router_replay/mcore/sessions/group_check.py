@@ -33,8 +33,10 @@ class Numbers(NamedTuple):
         chunks: model chunks with routers that take micro-batches.
         rows_replayed, rows_live, rows_padding: as in the report.
         options: of a replay, the same on all ranks: balance, min_replayed, min_agreement, wrong_routes; None: a recording.
-        num_rows: the highest row that a recording queued, plus 1.
+        num_rows: the highest row that was given to a recording, plus 1.
         agreement: see `agreement.Agreement.numbers`.
+        stage: (lowest of the ranks that differ in their pipeline stage alone, this rank's stage, [number of micro-batches,
+            digest of their rows] of each chunk); None: there is one stage, or no chunk.
     """
 
     at_fault: bool = False
@@ -45,6 +47,7 @@ class Numbers(NamedTuple):
     options: Any = None
     num_rows: int = 0
     agreement: Any = None
+    stage: Any = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,6 +198,7 @@ def _result(numbers_of_rank: Mapping[int, Numbers | None]) -> GroupResult:
             warnings = wrong or warnings
         else:
             problems += wrong
+    problems += stages_with_other_rows(everyone)
     return GroupResult(
         problems=problems,
         warnings=[] if problems else warnings,
@@ -202,6 +206,34 @@ def _result(numbers_of_rank: Mapping[int, Numbers | None]) -> GroupResult:
         num_rows=max(numbers.num_rows for numbers in everyone.values()),
         wrong_rows=wrong_rows,
     )
+
+
+def stages_with_other_rows(everyone: Mapping[int, Numbers]) -> list[str]:
+    """Return the pipeline stages whose forwards had other rows than those of the first stage."""
+    if any(each.at_fault for each in everyone.values()):
+        return []  # whose forwards may be less; its own error says more
+    pipelines: dict[int, list[tuple[int, int, Any]]] = {}
+    for rank, numbers in everyone.items():
+        if numbers.stage:
+            lowest, stage, digests = numbers.stage
+            pipelines.setdefault(lowest, []).append((stage, rank, digests))
+    problems = []
+    for stages in pipelines.values():
+        (first_stage, first_rank, (first, *_)), *_ = sorted(stages)
+        for stage, rank, digests in sorted(stages):
+            for digest in digests:
+                if digest != first:
+                    what = (
+                        f"routed {digest[0]} micro-batches, not {first[0]} as"
+                        if digest[0] != first[0]
+                        else "found other rows for its micro-batches than"
+                    )
+                    problems.append(
+                        f"pipeline stage {stage} (rank {rank}) {what} stage {first_stage} (rank {first_rank}). Give every "
+                        "stage the input_ids and packed_seq_params of the first one, no dummies; or call session.microbatch "
+                        "with the same rows on all stages."
+                    )
+    return problems[:4]
 
 
 def judge_replay(everyone: Mapping[int, Numbers], least: float | None) -> list[str]:
@@ -237,6 +269,7 @@ def judge_replay(everyone: Mapping[int, Numbers], least: float | None) -> list[s
             ]
         return [
             f"nothing was replayed on {ranks}: no forward of the model reached all of its routers inside the session. Does "
-            "the block run the model that it was opened on, outside of session.paused()?"
+            "the block run the model that it was opened on, outside of session.paused()? For a step that may have no "
+            "micro-batch, pass min_replayed=0."
         ]
     return []

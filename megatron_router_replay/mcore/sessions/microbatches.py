@@ -1,6 +1,6 @@
-"""The micro-batches of a session: queued, used by the routers of a forward, counted, and judged with the group.
+"""The micro-batches of a session: found or given, used by the routers of a forward, counted, and judged with the group.
 
-    queue                         rows by hand, before a forward
+    give                          rows by hand, right before a forward
     on_forward                    a forward begins: its tokens find their rows, or are compared with those of rows by hand
     _routing_state, _on_routed    before and after a call of a router in a forward; a recompute reads its tape instead
     finish                        the session's end: this rank's numbers, judged over the group
@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +24,11 @@ from megatron_router_replay.errors import LayoutError, ReplayStateError
 from megatron_router_replay.layout.rows import count_differing_tokens
 from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.batches.inputs import ForwardInputs
-from megatron_router_replay.mcore.batches.queue import Microbatch
-from megatron_router_replay.mcore.batches.rows import DeferredChecks, RowInputs
+from megatron_router_replay.mcore.batches.microbatch import Microbatch
+from megatron_router_replay.mcore.batches.rows import RowInputs
 from megatron_router_replay.mcore.core import hooks, tape
 from megatron_router_replay.mcore.core.call import RouterCounts, RoutingCall, TopKRequest
-from megatron_router_replay.mcore.core.streams import to_device
+from megatron_router_replay.mcore.core.streams import to_host
 from megatron_router_replay.mcore.model.find import FoundRouter, wrappers
 from megatron_router_replay.mcore.sessions.agreement import Agreement
 from megatron_router_replay.mcore.sessions.group_check import GroupCheck, GroupResult, Numbers
@@ -41,22 +42,22 @@ class Strategy(ABC):
     Attributes:
         kind: of the session.
         agreement: of the live router with replayed routes; None: they are not compared.
-        checks: of tensors, some of which the host reads at the end.
     """
 
     kind: str
     agreement: Agreement | None = None
 
-    def __init__(self) -> None:
-        self.checks = DeferredChecks()
+    @abstractmethod
+    def check(self, chunk: Chunk, inputs: RowInputs) -> None:
+        """Check rows that were given by hand, and count them."""
 
     @abstractmethod
-    def microbatch(self, chunk: Chunk, inputs: RowInputs) -> Microbatch:
-        """Return the micro-batch of rows that were given by hand."""
+    def find(self, chunk: Chunk, inputs: ForwardInputs) -> RowInputs | None:
+        """Return the rows of a forward's tokens; None: they must be given by hand."""
 
     @abstractmethod
-    def followed(self, chunk: Chunk, inputs: ForwardInputs) -> Microbatch | None:
-        """Return the micro-batch of a forward's tokens; None: rows must be given by hand."""
+    def lay_out(self, chunk: Chunk, inputs: RowInputs) -> Microbatch:
+        """Return the micro-batch of these rows."""
 
     def experts(self, call: RoutingCall, request: TopKRequest) -> Tensor | None:
         """Return the experts of a call, see `RoutingSource._experts`; None: the router chooses."""
@@ -67,10 +68,6 @@ class Strategy(ABC):
 
     def read(self) -> None:  # noqa: B027
         """Wait for copies to the host."""
-
-    def problems(self) -> list[str]:
-        """Return the faults that show when all forwards have run."""
-        return []
 
     @abstractmethod
     def numbers(self) -> dict[str, Any]:
@@ -106,31 +103,42 @@ class Microbatches:
         self._chunk_of: dict[int, Chunk | None] = dict.fromkeys(id(each) for m in self._modules for each in wrappers(m))
         self._chunk_of |= {id(level): chunk for chunk in chunks for level in chunk.levels}
         self._unregistered_forwards = 0  # when the session began
+        self._stage = chunks[0].stage if chunks else None
 
     def begin(self, session: Any) -> None:
-        """Put the hooks on the chunks."""
+        """Wrap the forwards of the chunks."""
         # A session that was dropped lasts until `close_sessions`, which finds it by the source.
         self._opened_by = session
         for chunk in self.chunks:
-            chunk.add_hooks(self)
+            chunk.wrap(self)
         self._unregistered_forwards = hooks.unregistered_forwards
 
     def end(self) -> None:
-        """Take the hooks off, and clear the queues."""
+        """Put the forwards back, and forget the micro-batches."""
         for chunk in self.chunks:
-            chunk.remove_hooks()
+            chunk.unwrap()
 
     # ---- rows of a forward
-    def queue(self, rows: Any, model: nn.Module | None, *, token_ids: Any, padding: Any) -> None:
-        """Queue rows that a caller gives for the next forward of a chunk; see `Session.microbatch`."""
+    def give(self, rows: Any, model: nn.Module | None, *, token_ids: Any, padding: Any) -> None:
+        """Keep rows that a caller gives for the next forward of a chunk; see `Session.microbatch`."""
         if not self.is_new_forward():
             return
         hooks.check_installed()
-        hooks.check_runs_python("a micro-batch that is queued")  # before CUDA refuses the memory that it takes
+        hooks.check_runs_python("a micro-batch that is given")  # before CUDA refuses the memory that it takes
         chunk = self._find_chunk(model)
         inputs = RowInputs.checked(rows, token_ids=token_ids, padding=padding)
         if chunk is not None:
-            chunk.queue.queue(self.strategy.microbatch(chunk, inputs))
+            self.strategy.check(chunk, inputs)
+            self._give(chunk, inputs, is_by_hand=True)
+
+    def _give(self, chunk: Chunk, inputs: RowInputs, *, is_by_hand: bool) -> None:
+        microbatch = self.strategy.lay_out(chunk, inputs)
+        microbatch.is_by_hand = is_by_hand
+        if self._stage is not None:
+            # Those that number themselves have tokens on every stage.
+            tokens = b"" if inputs.lengths is None or inputs.token_ids is None else inputs.token_ids.numpy().tobytes()
+            microbatch.digest = crc32(inputs.rows.numpy().tobytes(), crc32(tokens))
+        chunk.give(microbatch)
 
     def is_new_forward(self) -> bool:
         """Return whether what runs now is a forward of the session: no recompute, and not paused."""
@@ -138,21 +146,22 @@ class Microbatches:
         return not (self.num_pauses or repeats)
 
     def follow(self, chunk: Chunk, inputs: ForwardInputs) -> None:
-        """Queue the rows of a forward's tokens, unless rows were queued by hand."""
-        if not chunk.queue.has_rows_by_hand:
-            microbatch = self.strategy.followed(chunk, inputs)
-            if microbatch is not None:
-                microbatch.is_followed = True
-                chunk.queue.queue(microbatch)
+        """Find the rows of a forward's tokens, unless rows were given by hand."""
+        given = chunk.given
+        if (given is None or not given.is_by_hand) and (found := self.strategy.find(chunk, inputs)) is not None:
+            self._give(chunk, found, is_by_hand=False)
 
     def on_forward(self, chunk: Chunk, inputs: ForwardInputs) -> None:
-        """Begin the next micro-batch of a chunk, and compare its tokens with those that the forward gets."""
+        """Begin the next micro-batch of a chunk, and compare rows by hand with the tokens that the forward gets."""
         self.follow(chunk, inputs)
-        microbatch = chunk.queue.begin()
-        microbatch.cu_seqlens = inputs.bounds
+        microbatch = chunk.begin(is_running=True)
         # Stages that embed nothing may get tokens in another layout, before packing.
-        if inputs.input_ids is not None and getattr(chunk.module, "pre_process", True):
-            self._compare_tokens(chunk, microbatch, inputs.input_ids)
+        if microbatch.is_by_hand and inputs.input_ids is not None and getattr(chunk.module, "pre_process", True):
+            try:
+                self._compare_tokens(chunk, microbatch, inputs.input_ids)
+            except BaseException:
+                chunk.leave(failed=True)
+                raise
 
     def _compare_tokens(self, chunk: Chunk, microbatch: Microbatch, tokens: Tensor) -> None:
         if tuple(tokens.shape) != microbatch.batch_shape:
@@ -162,21 +171,19 @@ class Microbatches:
                 "inserts positions itself (images), open the session on its language model."
             )
         expected = microbatch.token_ids
-        if expected is None:
-            if microbatch.used is not None:
-                # A copy: trainers reuse the buffer, and a recording keeps it until the trace is made.
-                microbatch.token_ids = tokens.to(torch.int64, copy=True)
+        if expected is None and microbatch.used is None:
             return
-        is_on_host = expected.device.type == tokens.device.type == "cpu"
-        if is_on_host and expected.dtype == tokens.dtype and torch.equal(expected, tokens):
-            return  # one pass; counting the tokens that differ takes five
-        # -1: not known, for the position has no row, or the trace was recorded without input_ids there.
-        expected, rows = to_device(expected, tokens.device), microbatch.batch_rows
-        rows = None if rows is None else to_device(rows, tokens.device)
-        why = "move tokens and rows by the same code, and run micro-batches in the order in which they were queued."
-        count, detail = count_differing_tokens(tokens, expected, rows, why=why)
-        where = f"micro-batch {microbatch.number} of chunk {chunk.index}"
-        self.strategy.checks.check(count, f"MRR203: {where}: {why}", lambda: f"MRR203: {where}: {detail()}")
+        (array,) = to_host([tokens])
+        own = torch.from_numpy(array)
+        if expected is None:
+            # A copy: trainers reuse the buffer, and a recording keeps it until the trace is made.
+            microbatch.token_ids = own.clone()
+        elif not torch.equal(expected, own):  # one pass; counting the tokens that differ takes five
+            # -1: not known, for the position has no row, or the trace was recorded without input_ids there.
+            why = "move tokens and rows by the same code, and call session.microbatch right before its forward."
+            count, detail = count_differing_tokens(own, expected, microbatch.batch_rows, why=why)
+            if count:
+                raise LayoutError(f"MRR203: micro-batch {microbatch.number} of chunk {chunk.index}: {detail()}")
 
     def _find_chunk(self, model: nn.Module | None) -> Chunk | None:
         """Return a model's chunk; None: none of its routers replays.
@@ -206,10 +213,9 @@ class Microbatches:
         state = self._states[router]
         if state.chunk is None or self.num_pauses:
             return state.counter, None
-        queue = state.chunk.queue
-        microbatch = queue.microbatch_of(state.position)
+        microbatch = state.chunk.microbatch_of(state.position)
         if shape != microbatch.shape:
-            microbatch.check_shape(f"{queue.where}, {state.found}", tuple(shape))
+            microbatch.check_shape(f"{state.chunk.where}, {state.found}", tuple(shape))
         return state.counter, microbatch
 
     def _on_routed(self, call: RoutingCall) -> None:
@@ -222,7 +228,7 @@ class Microbatches:
             assert call.used is not None, "the call is over"
             # Narrowed where a tape has it so; else all layers at once, at the end, for autograd keeps it as it is.
             microbatch.used[state.position] = call.used if call.kept is None else call.kept
-        state.chunk.queue.routed(microbatch, state.position)
+        state.chunk.routed(microbatch, state.position)
 
     def on_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
         """Count a micro-batch that every router has routed, after its forward returned."""
@@ -254,32 +260,35 @@ class Microbatches:
         )
 
     def problems(self) -> list[str]:
-        """Return the faults of the queues, and of the strategy."""
-        problems = [problem for chunk in self.chunks for problem in chunk.queue.problems()]
+        """Return the faults of the chunks: micro-batches that some routers have not routed, or a model that never ran."""
+        problems = [problem for chunk in self.chunks for problem in chunk.problems()]
         elsewhere = hooks.unregistered_forwards - self._unregistered_forwards
         if self.chunks and elsewhere and not any(each.counter["forwards"] for each in self._states.values()):
             problems.append(
                 f"rank {self._rank}: no router of this session's model ran, but other routers ran {elsewhere} forwards in "
                 "training mode: the session was opened on another model than the one that trains (was it rebuilt?)"
             )
-        return problems + self.strategy.problems()
+        return problems
 
-    def finish(self, problems: list[str]) -> tuple[list[str], list[str]]:
-        """Return the checks on a device that failed, and all other problems, of this rank and of its group."""
-        failed = self.strategy.checks.texts()
-        at_fault = bool(problems or failed)
+    def finish(self, problems: list[str]) -> list[str]:
+        """Return the problems of this rank and of its group."""
+        at_fault = bool(problems)
         numbers = Numbers(
-            at_fault=at_fault, chunks=len(self.chunks), **_row_counts(self.chunks), **self.strategy.numbers()
+            at_fault=at_fault,
+            chunks=len(self.chunks),
+            stage=None if self._stage is None else [*self._stage, [chunk.digest for chunk in self.chunks]],
+            **_row_counts(self.chunks),
+            **self.strategy.numbers(),
         )
         try:
             # Also where this rank is at fault, because all ranks wait for its numbers.
             result = self.group_check.finish(numbers)
         except ReplayStateError as error:  # a rank never came: this rank's own problems are raised with it
-            return failed, [*problems, str(error)]
+            return [*problems, str(error)]
         self.result = result
         for text in result.warnings:
             warn("agreement", text)
-        return failed, [*problems, *result.problems_of(self._rank, at_fault=at_fault)]
+        return [*problems, *result.problems_of(self._rank, at_fault=at_fault)]
 
 
 def _sum_counts(name: str, chunks: Sequence[Chunk]) -> int:
@@ -295,7 +304,7 @@ def make_chunks(routers: SessionRouters, missing: str) -> list[Chunk]:
     """Return the chunks that take micro-batches, and give each router its place in its chunk.
 
     Args:
-        missing: names the rows of a forward for which none were queued, in a message.
+        missing: names the rows of a forward that has none, in a message.
 
     Raises:
         LayoutError: two chunks share a router.

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_router_replay.checks import check_withdrawn
+from megatron_router_replay.checks import with_checked_options
 from megatron_router_replay.errors import LayoutError, ReplayStateError, RouterReplayError, TraceError
 from megatron_router_replay.mcore.batches.chunk import Chunk
-from megatron_router_replay.mcore.batches.follow import number_tokens
 from megatron_router_replay.mcore.batches.inputs import ForwardInputs, TokenReader
-from megatron_router_replay.mcore.batches.queue import Microbatch
-from megatron_router_replay.mcore.batches.rows import RowInputs, check_padding
+from megatron_router_replay.mcore.batches.lookup import number_tokens
+from megatron_router_replay.mcore.batches.microbatch import Microbatch
+from megatron_router_replay.mcore.batches.rows import RowInputs, check_padding, check_range
 from megatron_router_replay.mcore.batches.segments import Partition
 from megatron_router_replay.mcore.core.streams import current_stream
 from megatron_router_replay.mcore.model.find import Models, unwrap
@@ -33,7 +33,7 @@ _MAX_ROWS = 1 << 31
 
 
 class _Recorded(NamedTuple):
-    """A forward of a chunk, on its way to the host.
+    """A forward of a chunk, its routes on their way to the host.
 
     Args:
         rows: [n] int64, -1: padding.
@@ -65,45 +65,39 @@ class RecordedRoutes(Strategy):
     kind = "record"
 
     def __init__(self, routers: SessionRouters, chunks: list[Chunk], reader: TokenReader) -> None:
-        super().__init__()
         self.numbers_itself = False  # by the tokens of the forwards, without rows by hand
         self._routers, self._chunks, self._reader = routers, chunks, reader
         self._recorded: dict[int, list[_Recorded]] = {chunk.index: [] for chunk in chunks}
-        self._highest: list[Tensor] = []  # row of each micro-batch that was queued by hand
+        self._highest: list[int] = []  # row of each micro-batch that was given by hand
         self._copied: dict[Any, torch.cuda.Event] = {}  # stream -> the event after which its copies are on the host
 
     # ---- rows of a forward
-    def microbatch(self, chunk: Chunk, inputs: RowInputs) -> Microbatch:
-        """Return the micro-batch of rows that were given by hand: rows of the whole batch."""
+    def check(self, chunk: Chunk, inputs: RowInputs) -> None:
+        """Check rows that were given by hand: rows of the whole batch."""
         if self.numbers_itself:
             raise LayoutError(
                 "MRR406: rows were given for this forward and none before, so the recording numbered those tokens itself. "
                 "Give rows for all forwards of a recording, or for none."
             )
-        check_padding(inputs, self.checks.check)
-        self.checks.check_range(inputs.rows, _MAX_ROWS)
-        microbatch = self._lay_out(chunk, inputs)
+        check_padding(inputs)
+        check_range(inputs.rows, _MAX_ROWS)
         if inputs.rows.numel():
             # Of the whole batch: this rank may route a part of it. Last, because rows that were refused lengthen no trace.
-            self._highest.append(self._to_host(inputs.rows.max()))
-        return microbatch
+            self._highest.append(int(inputs.rows.max()))
 
-    def followed(self, chunk: Chunk, inputs: ForwardInputs) -> Microbatch | None:
-        """Return the micro-batch of a forward's tokens, numbered from 0 in the order of its samples."""
+    def find(self, chunk: Chunk, inputs: ForwardInputs) -> RowInputs | None:
+        """Return the tokens of a forward, numbered from 0 in the order of its samples; None: rows are given by hand."""
         if self.has_rows_by_hand:
-            return None  # the queue raises, because rows are missing
+            return None  # the chunk raises, because rows are missing
         self.numbers_itself = True
-        where = f"{chunk.queue.where}, micro-batch {chunk.queue.num_queued}"
-        rows, lengths = number_tokens(self._reader, chunk.module, inputs, where, self.checks.check)
-        assert inputs.input_ids is not None, "checked"
-        tokens = inputs.input_ids.to(torch.int64, copy=True)
-        return self._lay_out(chunk, RowInputs(rows=rows, token_ids=tokens, padding=rows < 0), lengths)
+        return number_tokens(self._reader, chunk.module, inputs, f"{chunk.where}, micro-batch {chunk.num_begun}")
 
-    def _lay_out(self, chunk: Chunk, inputs: RowInputs, lengths: Tensor | None = None) -> Microbatch:
+    def lay_out(self, chunk: Chunk, inputs: RowInputs) -> Microbatch:
+        """Return the micro-batch that keeps the experts of these rows."""
         rows = inputs.rows
         router_rows = chunk.router_view(rows)
         num_rows = router_rows.numel()
-        num_padding = 0 if inputs.padding is None else chunk.router_view(inputs.padding).sum()
+        num_padding = 0 if inputs.padding is None else int(chunk.router_view(inputs.padding).sum())
         shape = rows.shape[0], rows.shape[1]
         return Microbatch(
             shape=chunk.router_shape(shape),
@@ -112,25 +106,19 @@ class RecordedRoutes(Strategy):
             num_routers=len(chunk.replayed_routers),
             rows=router_rows,
             token_ids=inputs.token_ids,
-            lengths=lengths,
+            lengths=inputs.lengths,
             used={},
         )
 
     # ---- one forward
     def keep(self, chunk: Chunk, microbatch: Microbatch) -> None:
-        """Copy rows, experts and tokens of a forward that returned to the host, without a wait."""
+        """Keep rows, experts and tokens of a forward that returned; experts are copied to the host without a wait."""
         assert microbatch.rows is not None, "a recorded micro-batch has them"
         assert microbatch.used is not None, "a recorded micro-batch has them"
         used = torch.stack([microbatch.used[position] for position in range(len(chunk.replayed_routers))], dim=1)
         tokens = None if microbatch.token_ids is None else chunk.router_view(microbatch.token_ids)
-        self._recorded[chunk.index].append(
-            _Recorded(
-                rows=self._to_host(microbatch.rows),
-                routes=self._to_host(used.to(index_dtype(self._sizes[0]))),
-                token_ids=None if tokens is None else self._to_host(tokens),
-                lengths=None if microbatch.lengths is None else self._to_host(microbatch.lengths),
-            )
-        )
+        routes = self._to_host(used.to(index_dtype(self._sizes[0])))
+        self._recorded[chunk.index].append(_Recorded(microbatch.rows, routes, tokens, microbatch.lengths))
 
     def _to_host(self, values: Tensor) -> Tensor:
         """Copy values into page-locked memory without device synchronization; `read` waits for them."""
@@ -155,15 +143,15 @@ class RecordedRoutes(Strategy):
     # ---- the trace
     @property
     def num_rows(self) -> int:
-        """The highest row that was queued by hand, plus 1."""
-        return max((int(highest) + 1 for highest in self._highest), default=0)
+        """The highest row that was given by hand, plus 1."""
+        return max(self._highest, default=-1) + 1
 
     @property
     def has_rows_by_hand(self) -> bool:
         return bool(self._highest)
 
     def sample_lengths(self) -> list[int] | None:
-        """Return the lengths of the samples that were recorded; None: rows were queued by hand, or nothing was recorded.
+        """Return the lengths of the samples that were recorded; None: rows were given by hand, or nothing was recorded.
 
         Raises:
             TraceError: chunks recorded different samples.
@@ -276,8 +264,8 @@ class RecordSession(Session):
         of no layers.
 
         Args:
-            num_tokens: rows of the whole batch, where rows were queued by hand; None: up to the highest row that any rank of
-                the session's group queued, so the same on all of them. They agree on it when the session is left, so
+            num_tokens: rows of the whole batch, where rows were given by hand; None: up to the highest row that any rank of
+                the session's group gave, so the same on all of them. They agree on it when the session is left, so
                 leave it first.
 
         Raises:
@@ -354,6 +342,7 @@ def _place(rows: Tensor, used: Tensor, length: int) -> tuple[Tensor, Tensor]:
     return placed, seen
 
 
+@with_checked_options
 def record(
     model_chunks: Models,
     *,
@@ -361,21 +350,20 @@ def record(
     cp_partition_mode: Partition | None = None,
     verify: bool = False,
     group: dist.ProcessGroup | None = None,
-    **withdrawn: Any,
 ) -> RecordSession:
     """Record which experts the model uses; `recording.trace()` returns them.
 
     The trace has the tokens and samples of the forwards, in order, so that a replay finds them however batches are cut.
     `recording.gather()` joins the parts of several ranks. A model that gets embeddings takes rows from
-    `recording.microbatch(rows, model)`, called before each forward of each chunk. Under activation checkpointing the forward
-    is recorded, and its recompute uses the same experts. Multi-token-prediction layers are not recorded; their recomputes
-    use their forward's experts, too.
+    `recording.microbatch(rows, model)`, called right before each forward of each chunk. Under activation checkpointing the
+    forward is recorded, and its recompute uses the same experts. Multi-token-prediction layers are not recorded; their
+    recomputes use their forward's experts, too.
 
     Args:
         model_chunks: the model or its chunks on this rank.
-        padding_token_ids: the tokens that padding holds, [] for none; those at the ends of a sequence are padding, also a
-            sample's own first or last one. Without it, `padding_mask` or unpadded `cu_seqlens_q` say what is padding; where
-            neither does and sequences end in equal tokens, the forward raises.
+        padding_token_ids: the tokens of padding, [] for none; those at the ends of a sequence are padding, also a sample's
+            own first or last one. Rows of a batch need it, unless the forward gets `padding_mask`; so do packed sequences
+            that end in equal tokens, unless it gets unpadded `cu_seqlens_q`.
         cp_partition_mode: as for `replay`.
         verify: compare every routing map that a token dispatcher gets with the recorded experts.
         group: the ranks that agree on the number of rows when the session ends; all of them must have such a session.
@@ -386,7 +374,6 @@ def record(
         LayoutError: the model has no experts.
         ReplayStateError: the model is under another session, or RouterReplay objects of its own have an action.
     """
-    check_withdrawn("record", withdrawn, {"mtp": "MTP routers are live, and no recording has their routes."})
 
     def make(group_check: GroupCheck) -> RecordSession:
         routers = SessionRouters(model_chunks, verify=verify)

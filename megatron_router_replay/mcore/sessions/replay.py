@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -13,19 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_router_replay.checks import check_withdrawn
+from megatron_router_replay.checks import with_checked_options
 from megatron_router_replay.errors import LayoutError, TraceError
-from megatron_router_replay.layout.rows import MOVED_APART, count_differing_tokens
+from megatron_router_replay.layout.rows import count_differing_tokens
 from megatron_router_replay.mcore.batches.chunk import Chunk
-from megatron_router_replay.mcore.batches.follow import Follower, with_index
 from megatron_router_replay.mcore.batches.inputs import ForwardInputs
-from megatron_router_replay.mcore.batches.queue import Microbatch
-from megatron_router_replay.mcore.batches.rows import RowInputs, check_padding
+from megatron_router_replay.mcore.batches.lookup import RowLookup
+from megatron_router_replay.mcore.batches.microbatch import Microbatch
+from megatron_router_replay.mcore.batches.rows import RowInputs, check_padding, check_range
 from megatron_router_replay.mcore.batches.segments import Partition
 from megatron_router_replay.mcore.batches.upload import KeptLayer, LayerRoutes, take_rows
 from megatron_router_replay.mcore.core.balance import Balance
 from megatron_router_replay.mcore.core.call import RoutingCall, TopKRequest
-from megatron_router_replay.mcore.core.streams import to_device, to_host
+from megatron_router_replay.mcore.core.streams import to_host
 from megatron_router_replay.mcore.model.find import Models
 from megatron_router_replay.mcore.model.layers import check_trace_layers
 from megatron_router_replay.mcore.sessions.agreement import ALL, Agreement
@@ -35,17 +33,7 @@ from megatron_router_replay.mcore.sessions.routers import RouterState, SessionRo
 from megatron_router_replay.mcore.sessions.session import Session, open_session
 from megatron_router_replay.trace import RoutingTrace
 
-_LOG = logging.getLogger(__name__)
-
 WrongRoutes = Literal["raise", "warn"]
-
-_WITHDRAWN = dict.fromkeys(
-    ("expert_bias", "aux_loss"), "Megatron-Core counts by itself, and balance='off' leaves both out of a session."
-) | {
-    "choose": "nothing replaces it; every row with a route is replayed in every layer.",
-    "mtp": "MTP routers are live, and their recomputes use the experts of their forward.",
-}
-"""Option of an earlier version -> its replacement."""
 
 
 class TraceRoutes(Strategy):
@@ -78,7 +66,6 @@ class TraceRoutes(Strategy):
         padding_token_ids: Sequence[int] | None,
         cp_partition_mode: Partition | None,
     ) -> None:
-        super().__init__()
         self._trace, self._states = trace, routers.states
         self._min_replayed = min_replayed
         self._options = [balance, min_replayed, min_agreement, wrong_routes]
@@ -87,19 +74,17 @@ class TraceRoutes(Strategy):
             if state.chunk is not None:
                 _check_model(trace, state)
         check_trace_layers(trace.layer_numbers, routers.modules, walks=routers.walks)
-        self._any_live = not bool(trace.replay_mask.all())
-        self._trace_of = {
-            chunk.index: trace.select_layers([each.layer_number for each in chunk.replayed_routers]) for chunk in chunks
+        # On the host, also of a trace on a GPU; its routes are gathered where they are.
+        has_route, tokens = to_host([trace.replay_mask, trace.token_ids])
+        self._has_route = None if has_route.all() else torch.from_numpy(has_route)
+        self._tokens = None if tokens is None else torch.from_numpy(tokens)
+        self._routes_of = {
+            chunk.index: trace.select_layers([each.layer_number for each in chunk.replayed_routers]).topk_indices
+            for chunk in chunks
         }
-        self._follower: Follower | None = None
+        self._lookup: RowLookup | None = None
         if trace.token_ids is not None and trace.sequence_lengths is not None:
-            self._follower = Follower(
-                trace,
-                padding_token_ids=padding_token_ids,
-                cp_partition_mode=cp_partition_mode,
-                check=self.checks.check,
-            )
-        self._has_warned = False  # that the host reads rows from a GPU
+            self._lookup = RowLookup(trace, padding_token_ids=padding_token_ids, cp_partition_mode=cp_partition_mode)
         replayed = [found.router for chunk in chunks for found in chunk.replayed_routers]
         if replayed and (min_agreement or ask_every_layer):
             self.agreement = Agreement(
@@ -112,82 +97,57 @@ class TraceRoutes(Strategy):
             )
 
     # ---- rows into the trace
-    def followed(self, chunk: Chunk, inputs: ForwardInputs) -> Microbatch | None:
-        """Return the micro-batch of a forward's tokens; None: the trace has no tokens to find them by."""
-        if self._follower is None:
+    def find(self, chunk: Chunk, inputs: ForwardInputs) -> RowInputs | None:
+        """Return the rows of a forward's tokens; None: the trace has no tokens to find them by."""
+        if self._lookup is None:
             return None
-        self._trace.check_unchanged()  # a trainer may compute on it in place between two micro-batches
-        trace = self._trace_of[chunk.index]
-        if "index" not in trace.derived:
-            trace = self._trace_of[chunk.index] = with_index(self._trace, trace.layer_numbers, chunk.device)
-        where = f"{chunk.queue.where}, micro-batch {chunk.queue.num_queued}"
-        found = self._follower.find(chunk.module, inputs, trace.derived["index"], where)
+        found = self._lookup.find(chunk.module, inputs, f"{chunk.where}, micro-batch {chunk.num_begun}")
         chunk.counts.add(ambiguous=found.num_ambiguous)
-        return self._lay_out(chunk, found)
+        return found
 
-    def microbatch(self, chunk: Chunk, inputs: RowInputs) -> Microbatch:
-        """Return the micro-batch of rows that were given by hand, and count those that are repeated."""
-        self._trace.check_unchanged()
-        trace = self._trace_of[chunk.index]
-        inputs = self._at_the_trace(inputs, trace.device)
-        check_padding(inputs, self.checks.check)
-        microbatch = self._lay_out(chunk, inputs)
+    def check(self, chunk: Chunk, inputs: RowInputs) -> None:
+        """Check rows that were given by hand, and count those that are repeated."""
+        check_padding(inputs)
+        check_range(inputs.rows, self._trace.num_tokens)
         # Not of rows that tokens found: the tokens of a batch may well contain a sample twice.
-        self._count_repeated(chunk, inputs.rows, trace.num_tokens)
-        return microbatch
+        self._count_repeated(chunk, inputs.rows, self._trace.num_tokens)
 
-    def _at_the_trace(self, inputs: RowInputs, device: torch.device) -> RowInputs:
-        """Return rows, tokens and padding on the trace's device, where the routes of the rows are gathered."""
-        names = ("rows", "token_ids", "padding")
-        tensors = {name: values for name in names if (values := getattr(inputs, name)) is not None}
-        if device.type != "cpu":
-            return replace(inputs, **{name: to_device(values, device) for name, values in tensors.items()})
-        if not self._has_warned and any(values.device.type != "cpu" for values in tensors.values()):
-            self._has_warned = True
-            _LOG.warning(
-                "the trace is on the CPU and rows, or tensors that are queued with them, on a GPU: the host waits for the "
-                "GPU once in every micro-batch. Queue the tensors of the data loader, before they are moved; or replay "
-                "trace.to('cuda')."
-            )
-        return replace(inputs, **to_host(tensors))
-
-    def _lay_out(self, chunk: Chunk, inputs: RowInputs) -> Microbatch:
+    def lay_out(self, chunk: Chunk, inputs: RowInputs) -> Microbatch:
         """Return the micro-batch that replays these rows of the trace, as this rank's routers see them."""
-        trace, rows = self._trace_of[chunk.index], inputs.rows
+        self._trace.check_unchanged()  # a trainer may compute on it in place between two micro-batches
+        rows = inputs.rows
         # Of the whole batch, not of this rank's part: a fault in it raises on every rank.
-        any_unrouted = self.checks.check_range(rows, trace.num_tokens)
-        expected = self._expected_tokens(trace, rows, inputs.token_ids, any_unrouted=any_unrouted)
+        any_unrouted = check_range(rows, self._trace.num_tokens)
+        expected = self._expected_tokens(rows, inputs.token_ids, any_unrouted=any_unrouted)
         router_rows = chunk.router_view(rows)  # a part of a recording has these alone
-        gathered_rows, replay_mask, live_mask = router_rows, None, None
-        if any_unrouted or self._any_live:  # else every row has a route
-            has_row, gathered_rows = router_rows >= 0, router_rows.clamp(min=0)
-            replay_mask = has_row & trace.replay_mask[gathered_rows] if self._any_live else has_row
-            self._check_known(trace, gathered_rows, has_row & ~replay_mask)
-            live_mask = ~replay_mask
-        # The live router decides padding as well; it is counted apart.
-        num_padding = 0 if inputs.padding is None else chunk.router_view(inputs.padding).sum()
-        num_live = 0 if live_mask is None else live_mask.sum() - num_padding
-        live_positions = device_mask = None  # None spares every router of the micro-batch its live top-k
-        if live_mask is not None and live_mask.device.type == "cpu":
-            positions = live_mask.nonzero().squeeze(1)
-            live_positions = to_device(positions, chunk.device) if positions.numel() else None
-        elif live_mask is not None and (self._min_replayed != 1 or inputs.padding is not None):
-            # Reading from a GPU which rows are live would wait for it. With min_replayed=1 padding alone is live, or the
-            # session raises: live rows are counted above, and checked when it is left.
-            device_mask = to_device(live_mask, chunk.device)
+        gathered, replay_mask = router_rows, None
+        live_positions = None  # spares every router of the micro-batch its live top-k
+        num_live = num_padding = 0
+        if any_unrouted or self._has_route is not None:  # else every row has a route
+            replay_mask, gathered = router_rows >= 0, router_rows.clamp(min=0)
+            if self._has_route is not None:
+                has_row, replay_mask = replay_mask, replay_mask & self._has_route[gathered]
+                self._check_known(gathered, has_row & ~replay_mask)
+            live = (~replay_mask).nonzero().squeeze(1)
+            if not live.numel():
+                replay_mask = None
+            else:
+                live_positions = live
+                # The live router decides padding as well; it is counted apart.
+                num_padding = 0 if inputs.padding is None else int(chunk.router_view(inputs.padding).sum())
+                num_live = live.numel() - num_padding
         shape = rows.shape[0], rows.shape[1]
         return Microbatch(
             shape=chunk.router_shape(shape),
             batch_shape=shape,
             counts={"rows": router_rows.numel(), "live": num_live, "padding": num_padding},
             num_routers=len(chunk.replayed_routers),
-            routes=LayerRoutes(take_rows(trace.topk_indices, gathered_rows, chunk.device)),
+            routes=LayerRoutes(take_rows(self._routes_of[chunk.index], gathered, chunk.device)),
             live_positions=live_positions,
-            live_mask=device_mask,
             rows=router_rows,
-            replay_mask=None if replay_mask is None else to_device(replay_mask, chunk.device),
-            token_ids=None if expected is None else to_device(expected, chunk.device),
-            batch_rows=None if expected is None else to_device(rows, chunk.device),
+            replay_mask=replay_mask,
+            token_ids=expected,
+            batch_rows=None if expected is None else rows,
             checked_layer=None if self.agreement is None else self.agreement.next_layer(chunk),
         )
 
@@ -195,7 +155,7 @@ class TraceRoutes(Strategy):
     def _count_repeated(self, chunk: Chunk, rows: Tensor, num_rows: int) -> None:
         """Count the rows that a micro-batch names twice: one token is trained on the routes of another."""
         # Sequence-parallel ranks get the same rows: the first of them counts.
-        if rows.device.type == "cpu" and chunk.sequence_share[0] == 0:
+        if chunk.sequence_share[0] == 0:
             named = rows.numpy().ravel()
             positions = np.arange(named.size)
             # Where a row is named last; row -1 has the last place. Indexing takes numpy a third of torch's time.
@@ -203,24 +163,21 @@ class TraceRoutes(Strategy):
             last[named] = positions
             chunk.counts.add(repeated=int(np.count_nonzero((last[named] != positions) & (named >= 0))))
 
-    def _check_known(self, trace: RoutingTrace, rows: Tensor, unrouted: Tensor) -> None:
+    def _check_known(self, rows: Tensor, unrouted: Tensor) -> None:
         """Check that the trace has a token id for each row without a route; `merge_traces` leaves rows of no rank without."""
-        if trace.token_ids is None or not self._any_live:
+        if self._tokens is None or not unrouted.any():
             return
-        unknown = unrouted & (trace.token_ids[rows] < 0)
-        is_read = unknown.device.type == "cpu" and bool(unknown.any())  # reading from a GPU would wait for it
-        first = f" (row {int(rows[unknown][0])}, {int(unknown.sum())} in all)" if is_read else ""
-        self.checks.check(
-            unknown.any(),
-            f"MRR108: the batch has rows that the trace knows nothing of{first}: no route and no token id. Another "
-            "rank routed them: join the parts with recording.gather() or merge_traces before micro-batches are regrouped.",
-        )
+        unknown = unrouted & (self._tokens[rows] < 0)
+        if unknown.any():
+            raise LayoutError(
+                f"MRR108: the batch has rows that the trace knows nothing of (row {int(rows[unknown][0])}, "
+                f"{int(unknown.sum())} in all): no route and no token id. Another rank routed them: join the parts with "
+                "recording.gather() or merge_traces before micro-batches are regrouped."
+            )
 
-    def _expected_tokens(
-        self, trace: RoutingTrace, rows: Tensor, tokens: Tensor | None, *, any_unrouted: bool
-    ) -> Tensor | None:
+    def _expected_tokens(self, rows: Tensor, tokens: Tensor | None, *, any_unrouted: bool) -> Tensor | None:
         """Return the tokens that the forward must get, [b, s], -1 where they are not known; None: none is."""
-        known = trace.token_ids
+        known = self._tokens
         if known is None:
             if tokens is not None:
                 raise LayoutError(
@@ -228,14 +185,15 @@ class TraceRoutes(Strategy):
                     "or leave them out."
                 )
             return None
-        if not trace.num_tokens:
+        if not known.numel():
             return tokens
         expected = torch.where(rows >= 0, known[rows.clamp(min=0)], -1) if any_unrouted else known[rows]
         if tokens is None:
-            return expected.to(torch.int64)
-        count, detail = count_differing_tokens(tokens, expected, rows)
-        message = f"MRR203: token_ids differ from the trace's: {MOVED_APART}"
-        self.checks.check(count, message, lambda: f"MRR203: {detail()}")
+            return expected
+        if not torch.equal(tokens, expected):
+            count, detail = count_differing_tokens(tokens, expected, rows)
+            if count:
+                raise LayoutError(f"MRR203: {detail()}")
         return tokens
 
     # ---- calls of routers
@@ -249,25 +207,18 @@ class TraceRoutes(Strategy):
         used = microbatch.routes.layer(state.position)
         if used.shape != (request.scores.shape[0], request.topk):
             return used  # the call refuses it
-        live_mask = microbatch.live_mask
-        is_checked = microbatch.checked_layer is not None and microbatch.checked_layer in (state.position, ALL)
-        if is_checked or live_mask is not None:
-            own = request.live_topk()[1]
-            if is_checked:
-                assert self.agreement is not None, "a layer is checked"
-                assert state.chunk is not None, "it takes micro-batches"
-                number = state.found.layer_number
-                self.agreement.add(
-                    microbatch,
-                    state.chunk,
-                    number,
-                    scores=request.scores,
-                    live=own,
-                    replayed=used,
-                    counts=microbatch.replay_mask,
-                )
-            if live_mask is not None:
-                return torch.where(live_mask.unsqueeze(1), own, used)
+        if microbatch.checked_layer is not None and microbatch.checked_layer in (state.position, ALL):
+            assert self.agreement is not None, "a layer is checked"
+            assert state.chunk is not None, "it takes micro-batches"
+            self.agreement.add(
+                microbatch,
+                state.chunk,
+                state.found.layer_number,
+                scores=request.scores,
+                live=request.live_topk()[1],
+                replayed=used,
+                counts=microbatch.replay_mask,
+            )
         if microbatch.live_positions is not None:
             return used.index_copy(0, microbatch.live_positions, request.live_topk_of(microbatch.live_positions))
         if call.is_written:
@@ -275,10 +226,6 @@ class TraceRoutes(Strategy):
         return used
 
     # ---- the end
-    def problems(self) -> list[str]:
-        """Return the faults of padding and of equal samples, which show when all forwards have run."""
-        return [] if self._follower is None else self._follower.problems()
-
     def numbers(self) -> dict[str, Any]:
         """Return the options that all ranks must share, and the agreement."""
         return {
@@ -287,6 +234,7 @@ class TraceRoutes(Strategy):
         }
 
 
+@with_checked_options
 def replay(
     model_chunks: Models,
     trace: RoutingTrace | str | os.PathLike[str] | None = None,
@@ -301,25 +249,24 @@ def replay(
     ask_every_layer: bool = False,
     group: dist.ProcessGroup | None = None,
     balance: Balance = "megatron",
-    **withdrawn: Any,
 ) -> Session:
     """Make the model use given experts, in every forward and recompute.
 
     Only the selection of experts is replaced: scores and gradients come from the live logits. The rows of a forward are found
     by its `input_ids`, on every pipeline stage: nothing is attached to a batch. A model that gets embeddings takes rows from
-    `session.microbatch(rows, model)`, called before each forward of each chunk. Tokens of no sample raise; a forward over
-    other tokens, such as an evaluation, runs inside `session.paused()`.
+    `session.microbatch(rows, model)`, called right before each forward of each chunk. Tokens of no sample raise; a forward
+    over other tokens, such as an evaluation, runs inside `session.paused()`. Where input_ids are on a GPU, the host waits
+    for it once a forward.
 
     Which:
         model_chunks: the model or all of its chunks on this rank.
         trace: routes for at least every MoE layer of these chunks, or the path of a file that `save_trace` wrote. The live
             router decides rows without a route, and multi-token-prediction layers, whose recomputes use their forward's
-            experts. If the trace is on the GPU (`trace.to("cuda")`), it takes rows that are
-            there without a host sync. None: only with enabled=False.
-        enabled: False: register nothing and drop rows that are queued, for a pass of a trainer that must not replay. Inside a
+            experts. None: only with enabled=False.
+        enabled: False: register nothing and drop rows that are given, for a pass of a trainer that must not replay. Inside a
             session of the same model, which would go on to decide, that raises: use its `paused()`.
-        padding_token_ids: the tokens of padding. Without it, `padding_mask` or unpadded `cu_seqlens_q` name padding, else it
-            is a single token, the same in all forwards of the session.
+        padding_token_ids: the tokens of padding, `[tokenizer.pad_token_id]`. Needed where batches are padded, unless the
+            forward gets `padding_mask` or unpadded `cu_seqlens_q`; without any of them, a forward that shows padding raises.
         cp_partition_mode: "zigzag" or "contiguous", how context-parallel ranks share the sequences of a forward; a packed
             row is one contiguous stream. None: packed_seq_params.cp_partition_mode, else zigzag.
 
@@ -328,8 +275,7 @@ def replay(
         min_replayed: the least share of tokens (without padding) that must have been replayed, over all ranks of the
             group together; a smaller share raises on every rank when the session ends. None: at least one token must be
             replayed. 0: a session also ends in order if nothing ran, or if all tokens are padding; it still raises if no
-            token had a route. 1: every row has a route, or the session raises. With routes on a GPU this avoids a live top-k
-            in every router, which is taken if the host cannot see whether all rows have one, or which are padding.
+            token had a route. 1: every row has a route, or the session raises.
         min_agreement: how far the live router must agree with the replayed routes in each layer: 1 means the same experts, 0
             no more of them than by chance. One layer of each micro-batch takes its live scores, without a host sync. When the
             session ends, the group judges layers, and blocks of rows whose experts are far from the live choice. 0.5 is
@@ -350,8 +296,6 @@ def replay(
         LayoutError: the model has no experts, or not all chunks of a virtual pipeline are given.
         ReplayStateError: the model is under another session, or RouterReplay objects of its own have an action.
     """
-
-    check_withdrawn("replay", withdrawn, _WITHDRAWN)
 
     shares = {"min_replayed": min_replayed, "min_agreement": min_agreement}
     if not enabled:

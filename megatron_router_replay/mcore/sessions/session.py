@@ -1,8 +1,8 @@
 """Start a session on a model's routers, and end it with its checks.
 
 replay / record / freeze_recompute      find the routers, make the source of their experts, and start a session with it
-Session   microbatch, paused            queue the rows of a forward; run forwards live
-          close                         check hooks and queues, release the routers, check counts, agree with the group
+Session   microbatch, paused            give the rows of a forward by hand; run forwards live
+          close                         check hooks and chunks, release the routers, check counts, agree with the group
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, Self, TypeVar
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_router_replay.checks import check_withdrawn
-from megatron_router_replay.errors import LayoutError, ReplayStateError
+from megatron_router_replay.checks import with_checked_options
+from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.mcore.core import hooks
 from megatron_router_replay.mcore.core.call import RoutingSource
 from megatron_router_replay.mcore.core.counts import Counts
@@ -30,15 +30,6 @@ from megatron_router_replay.mcore.sessions.routers import SessionRouters
 _LOG = logging.getLogger(__name__)
 
 S = TypeVar("S", bound="Session")
-
-_WITHDRAWN = dict.fromkeys(
-    ("routes", "stamped", "trust_layout", "filler", "missing", "layer_numbers", "split", "stale"),
-    "make a trace with RoutingTrace.from_samples(tokens, routes, ...) and replay it: rows are found by tokens.",
-) | {
-    "ahead": "queue each micro-batch before its forward, in the order of the forwards.",
-    "trained": "min_replayed= bounds the share of tokens without a route, and the report counts them.",
-}
-"""Option of an earlier version -> its replacement."""
 
 
 class Session:
@@ -79,6 +70,7 @@ class Session:
         return self
 
     # ---- forwards
+    @with_checked_options
     def microbatch(
         self,
         rows: Tensor | Any = None,
@@ -86,17 +78,16 @@ class Session:
         *,
         token_ids: Tensor | Any = None,
         padding: Tensor | Any = None,
-        **withdrawn: Any,
     ) -> None:
-        """Queue the rows of the next forward of a model chunk by hand.
+        """Give the rows of the next forward of a model chunk by hand.
 
         It is for models whose forward gets no input_ids, or packs them inside; others find their rows by themselves. Call it
-        once before each forward of each chunk. A call from the recompute of a checkpointed function queues nothing.
+        once, right before each forward of each chunk. A call from the recompute of a checkpointed function does nothing.
 
         Args:
             rows: integers of the shape of this rank's input_ids, [b, s] ([1, total] when packed), a tensor or a numpy array:
                 the trace row of each position, -1 where there is none; in a recording, each row's number. Split over
-                context-parallel ranks like input_ids, not over sequence-parallel ranks. Rows on the CPU need no host sync.
+                context-parallel ranks like input_ids, not over sequence-parallel ranks. The host waits for rows on a GPU.
             model: the chunk, as the schedule passes it to the forward step; None: there is only one.
             token_ids: the input_ids, same shape. A replay compares them with the trace now and with the forward's input_ids
                 later; a recording stores them. None: the forward's own input_ids.
@@ -104,11 +95,10 @@ class Session:
 
         Raises:
             LayoutError: rows, masks or tokens do not fit each other or the trace; the model is none of the session's chunks.
-            ReplayStateError: the session is closed, or takes no micro-batches.
+            ReplayStateError: the session is closed, or takes no micro-batches; or no forward has used the rows given before.
         """
-        check_withdrawn("session.microbatch", withdrawn, _WITHDRAWN)
-        if (microbatches := self._queue_side()) is not None:
-            microbatches.queue(rows, model, token_ids=token_ids, padding=padding)
+        if (microbatches := self._rows_side()) is not None:
+            microbatches.give(rows, model, token_ids=token_ids, padding=padding)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -122,7 +112,7 @@ class Session:
         Raises:
             ReplayStateError: the session is closed, or takes no micro-batches.
         """
-        if (microbatches := self._queue_side()) is None:
+        if (microbatches := self._rows_side()) is None:
             yield
             return
         microbatches.num_pauses += 1
@@ -131,7 +121,7 @@ class Session:
         finally:
             microbatches.num_pauses -= 1
 
-    def _queue_side(self) -> Microbatches | None:
+    def _rows_side(self) -> Microbatches | None:
         """Return the micro-batches; None: the session is disabled."""
         self._check_open()
         if self._microbatches is None and self._source is not None:
@@ -150,7 +140,7 @@ class Session:
         """Bring counts of a GPU to the host, in one wait."""
         counts: list[Counts] = [each.counter for each in self._routers.states.values()]
         if (microbatches := self._microbatches) is not None:
-            counts += [microbatches.strategy.checks.failed, *(chunk.counts for chunk in microbatches.chunks)]
+            counts += [chunk.counts for chunk in microbatches.chunks]
         Counts.read(counts)
         if microbatches is not None:
             microbatches.strategy.read()  # after the counts: their wait mostly covers this one
@@ -169,8 +159,7 @@ class Session:
         Raises:
             ReplayStateError: on this rank or another one, a router forwarded more or less often than its chunk,
                 nothing ran, a hook was replaced, or a routing map had different experts; no token of the group was replayed,
-                or a smaller share than `min_replayed`; or another rank failed.
-            LayoutError: a check on the device failed.
+                or a smaller share than `min_replayed`; pipeline stages had different rows; or another rank failed.
         """
         if self._closed:
             return
@@ -186,21 +175,18 @@ class Session:
 
     def _check(self) -> None:
         """Check and release the routers, and agree with the group; see `close`."""
-        # These checks read hooks, model and queues, so the routers must still be registered.
+        # These checks read hooks, model and chunks, so the routers must still be registered.
         problems = self._routers.problems()
         if self._microbatches is not None:
             problems += self._microbatches.problems()
         self._release()
         report = self.report
         problems += self._routers.count_problems(report.decisions)
-        failed: list[str] = []
         if self._microbatches is not None:
-            failed, problems = self._microbatches.finish(problems)
-        if (failed or problems) and self.kind == "replay":
+            problems = self._microbatches.finish(problems)
+        if problems and self.kind == "replay":
             # The backward has run: an optimizer.step() inside the block has used these gradients.
             problems.append("A session is checked at the end of its block: call optimizer.step() after it.")
-        if failed:
-            raise LayoutError("\n  ".join([*failed, *problems]))
         if problems:
             texts = "\n  ".join(problems)
             raise ReplayStateError(f"MRR419: the {self.kind} session does not add up:\n  {texts}")

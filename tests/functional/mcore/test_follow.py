@@ -1,5 +1,6 @@
 """`with mrr.replay(chunks, trace):` and nothing else, on every layout: each router gets the rows of its tokens."""
 
+import re
 from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 import megatron_router_replay as mrr
-from megatron_router_replay.errors import LayoutError
+from megatron_router_replay.errors import LayoutError, ReplayStateError
 from megatron_router_replay.layout.split import split_context_parallel
 from megatron_router_replay.testing import ParallelSizes
 from tests.functional.mcore.cases import DRAWN, FULL, Case, random_routes, same, watched, wrong_replays
@@ -38,7 +39,8 @@ def the_trace() -> mrr.RoutingTrace:
     routes = random_routes(sum(lengths), 4).split([*lengths])
     # Equal prefixes have equal routes, as an engine's have: a batch that is cut inside of one takes the first.
     routes[1][:4], routes[5][:4] = routes[0][:4], routes[2][:4]
-    return mrr.RoutingTrace.from_samples(samples(), list(routes), num_experts=8, layer_numbers=range(1, 5))
+    sizes = {"num_experts": 8, "layer_numbers": range(1, 5)}
+    return mrr.RoutingTrace.from_samples(samples(), list(routes), **sizes, last_token="unrouted")
 
 
 ORDER, ANY_LENGTH = (0, 1, 2, 3, 4, 5), 99
@@ -157,6 +159,43 @@ def test_every_router_gets_the_rows_of_its_tokens(
     """With `raw_stages`, later stages get their tokens as they were before packing."""
     layout = ParallelSizes(**sizes)
     assert on_ranks(layout.world_size, follow, layout, kind, raw_stages) == [0] * layout.world_size
+
+
+LATER_STAGE: dict[str, Any] = {
+    "dummies": torch.zeros_like,
+    "rows in another order": lambda ids: ids.flip(0),
+    "the same": lambda ids: ids,
+}
+"""What the ids of the first stage are made to for a later one; the shape stays."""
+
+
+def with_ids_on_a_later_stage(name: str) -> str:
+    """Replay where a later stage gets other ids than the first; return the error of this rank."""
+    layout = ParallelSizes(pp_size=2)
+    layout.initialize()
+    chunks = build_tiny_gpt(tiny_gpt_config(layout, **FULL), layout, small_attention=True)
+    microbatches = [batch(group, "right", layout, 0) for group in ([4, 0, 2], [1, 3, 5])]
+
+    def forward_step(iterator: Any, model: Any) -> Any:
+        microbatch = next(iterator)
+        ids = microbatch["tokens"] if model.pre_process else LATER_STAGE[name](microbatch["tokens"])
+        output = model(ids, microbatch["position_ids"], None, labels=microbatch["labels"])
+        return output, partial(masked_mean_loss, microbatch["loss_mask"])
+
+    options = {"padding_token_ids": [0], "min_replayed": 0.3, **DRAWN}
+    try:
+        with mrr.replay(chunks, the_trace(), verify=True, **options):
+            run_schedule(chunks, layout, microbatches, forward_step=forward_step)
+    except ReplayStateError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", LATER_STAGE)
+def test_a_later_stage_with_other_rows_raises_on_all_ranks(name: str, on_ranks: Any) -> None:
+    for error in on_ranks(2, with_ids_on_a_later_stage, name):
+        message = r"pipeline stage 1 \(rank 1\) found other rows for its micro-batches than stage 0 \(rank 0\)"
+        assert bool(re.search(message, error)) == (name != "the same"), error
 
 
 def foreign_token(microbatch: dict[str, Any], rank: int) -> None:

@@ -40,10 +40,6 @@ def test_help_fits_80_columns_and_loads_nothing_heavy():
     assert not imported & {"torch", "numpy", "megatron", "safetensors", "transformers", "ray", "matplotlib"}
 
 
-def test_convert_is_gone_and_its_successor_is_named():
-    assert "mrr.save_trace(trace, path)" in call("convert", "a.json", "b", "--engine", "vllm", code=2).stderr
-
-
 def test_it_runs_as_a_module_and_in_a_pipe_without_colours_or_bars(folder):
     command = [sys.executable, "-m", "megatron_router_replay.cli", "diff", "good.safetensors", "shifted.safetensors"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)

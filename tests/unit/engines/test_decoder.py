@@ -28,21 +28,18 @@ def test_the_keywords_of_decode_are_the_fields_of_its_options():
         engines.vllm.decode(ROWS, model=MODEL, tokens=IDS)
 
 
-def test_every_engine_has_a_form_in_the_tests_and_withdrawn_names_their_replacement():
+def test_every_engine_has_a_form_in_the_tests():
     assert {form.split()[0] for form in FORMS} == {name for name in engines.__all__ if name.islower()} - {
         "join_prefill_decode"
     }
     assert dir(engines) == sorted(engines.__all__)
-    for name in ("dynamo", "lmdeploy", "nemo_gym", "tensorrt_llm", "register", "Decoder"):
-        with pytest.raises(AttributeError, match=rf"engines\.{name} is gone in 0\.3: array\.decode"):
-            getattr(engines, name)
-    with pytest.raises(AttributeError, match=r"capture\.watch"):
-        _ = engines.transformers
-    for option, message in (("allow_surplus_rows", "upgrade the engine"), ("choice", "decode_batch reads all choices")):
-        for call in (engines.vllm.decode, engines.vllm.decode_batch, engines.array.decode):
-            axes = {"axes": ("token", "layer", "expert")} if call is engines.array.decode else {}
-            with pytest.raises(PayloadError, match=f"MRR101: {option}= of decode is gone in 0.3: .*{message}"):
-                call(ROWS, model=MODEL, **axes, **{option: None})
+
+
+def test_an_option_that_is_misspelt_names_the_similar_one():
+    for call in (engines.vllm.decode, engines.vllm.decode_batch, engines.array.decode):
+        axes = {"axes": ("token", "layer", "expert")} if call is engines.array.decode else {}
+        with pytest.raises(TypeError, match=r"^decode.*\(\) got an unexpected keyword .* Did you mean 'missing'\?$"):
+            call(ROWS, model=MODEL, **axes, missin="live")
 
 
 def test_options_of_a_batch_are_one_a_sample():

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_router_replay import engines
 from megatron_router_replay.engines import DecodeOptions, ModelRoutingInfo
 from megatron_router_replay.engines.payload import Source
 from megatron_router_replay.engines.row_check import copy_routes
 from megatron_router_replay.engines.rows import RowLayout, SampleRows, build_trace
 from megatron_router_replay.engines.tokens import SampleTokens
 from megatron_router_replay.errors import PayloadError
-from tests.unit.engines.engine_payloads import all_moe, routes
+from tests.unit.engines.engine_payloads import all_moe, routes, sglang_result, tokens
 
 MODEL = ModelRoutingInfo(num_layers=3, moe_layer_numbers=(1, 3), num_experts=8, topk=2)
 WIDE = ModelRoutingInfo(num_layers=4, moe_layer_numbers=(2, 3), num_experts=16, topk=2)
@@ -262,3 +263,24 @@ def test_rows_that_are_missing_have_no_route_where_that_is_allowed(caplog):
     assert out[[0, 3]].tolist() == [TWO, [[6, 7], [0, 1]]]
     build_trace([sample([TWO, [[-1, -1]] * 2, [[4, 4], [2, 3]]], missing="live")], model=MODEL)
     assert "2 rows have no route; the live router decides them" in caplog.text
+
+
+def test_a_stale_row_over_many_tokens_raises_or_is_live():
+    """As SGLang before #36467: one row over 67 tokens at the boundary of a chunked prefill."""
+    model, ids = all_moe(6, 32, topk=4), tokens(201)
+    rows = routes(200, 6, num_experts=32, topk=4).astype(np.int32)
+    rows[64:131] = rows[64]
+    reply = sglang_result(rows, 190, ids[190:])
+    given = {"model": model, "prompt_token_ids": ids[:190]}
+    with pytest.raises(
+        PayloadError, match=r"MRR307: .*rows 64 to 130 are one and the same row.*67 different tokens.*#36467"
+    ):
+        engines.sglang.decode(reply, **given)
+    trace = engines.sglang.decode(reply, **given, missing="live")
+    assert trace.replay_mask.tolist() == [True] * 64 + [False] * 67 + [True] * 69 + [False]
+    assert (trace.topk_indices[64:131].sort(dim=2).values.diff(dim=2) > 0).all(), "legal filler"
+    # Of one token that is repeated, equal rows are right; without ids nobody knows.
+    loop = ids[:64] + [5] * 67 + ids[131:]
+    reply = sglang_result(rows, 190, loop[190:])
+    assert engines.sglang.decode(reply, model=model, prompt_token_ids=loop[:190]).replay_mask.sum() == 200
+    assert engines.sglang.decode(rows, model=model, num_tokens=201).replay_mask.sum() == 200

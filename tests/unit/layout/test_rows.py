@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from megatron_router_replay import layout
 from megatron_router_replay.layout.rows import count_differing_tokens
 from megatron_router_replay.layout.split import split_context_parallel
 from tests.support.packing import numbered, pack_rows, pack_sequences, pad_sequences
@@ -44,12 +43,3 @@ def test_zigzag_rows_with_contiguous_tokens_are_named_by_their_first_place():
         "input_ids[0, 2] is 13, but its routing row 3 was recorded for token 21 (2 of 3 positions differ): "
         "tokens and rows were not moved by the same code.",
     )
-
-
-def test_withdrawn_names_say_what_replaces_them():
-    with pytest.raises(AttributeError, match=r"layout.number_rows is gone in 0.3: torch.split\(torch.arange\("):
-        layout.number_rows  # noqa: B018
-    with pytest.raises(
-        AttributeError, match=r"layout.check_tokens is gone in 0.3: session.microbatch\(rows, model, token"
-    ):
-        layout.check_tokens  # noqa: B018

@@ -116,9 +116,6 @@ def test_a_method_that_is_replaced_inside_a_session_raises(monkeypatch):
         monkeypatch.setattr(TopKRouter, "_apply_expert_bias", lambda *args, **kwargs: None)
 
 
-def test_values_and_options_of_earlier_versions_are_refused_by_name():
+def test_another_word_for_the_balance_is_refused():
     with pytest.raises(TraceError, match=r"MRR101: balance='live' must be 'megatron' or 'off'"):
         mrr.replay(Chunk(), random_trace(8), balance="live")
-    for name in ("expert_bias", "aux_loss"):
-        with pytest.raises(TraceError, match=rf"MRR101: replay\({name}=\.\.\.\) is gone in 0.3: .*balance='off'"):
-            mrr.replay(Chunk(), random_trace(8), **{name: "off"})

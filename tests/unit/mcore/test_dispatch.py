@@ -13,7 +13,7 @@ from torch import nn
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.mcore.core import dispatch
-from tests.unit.mcore.test_deferred_checks import on_a_gpu
+from tests.unit.mcore.test_counts import on_a_gpu
 from tests.unit.mcore.tiny_chunk import (
     AROUND,
     EXPERTS,

@@ -72,11 +72,12 @@ class Model:
             raise self.error("injected")
 
 
-# Only a forward that returned is a success. Where its call fails: before the chunk begins its micro-batch, and then.
+# Where a call fails: before the chunk's forward, in it, and after it returned. Only the last one counts.
 EARLY = ["a hook in front of the outer", "the front of the middle wrapper", "a hook in front of the chunk"]
-BEGUN = ["layer 0", "layer 2", "the output layer", "the middle wrapper", "the outer wrapper"]
-BEGUN += [f"an earlier hook of the {name}" for name in MODULES] + [f"a later hook of the {name}" for name in MODULES]
-FAILURES = [(where, ArithmeticError, "outer") for where in EARLY + BEGUN]
+BEGUN = ["layer 0", "layer 2", "the output layer"]
+LATE = ["the middle wrapper", "the outer wrapper"]
+LATE += [f"an earlier hook of the {name}" for name in MODULES] + [f"a later hook of the {name}" for name in MODULES]
+FAILURES = [(where, ArithmeticError, "outer") for where in EARLY + BEGUN + LATE]
 FAILURES += [
     (where, ArithmeticError, "innermost") for where in ("layer 0", "a later hook of the chunk", "the middle wrapper")
 ]
@@ -84,7 +85,7 @@ FAILURES += [("the output layer", KeyboardInterrupt, "outer"), ("a later hook of
 
 
 @pytest.mark.parametrize(("where", "error", "called"), FAILURES)
-@pytest.mark.parametrize("rows", ["queued ahead", "queued again", "skipped", "followed", "recorded"])
+@pytest.mark.parametrize("rows", ["given again", "skipped", "followed", "recorded"])
 def test_a_forward_that_failed_is_repeated_exactly_or_raises(rows, where, error, called):
     failing = Model(where, error)
     chunk = failing.chunk
@@ -93,31 +94,51 @@ def test_a_forward_that_failed_is_repeated_exactly_or_raises(rows, where, error,
     model = failing.outer if called == "outer" else innermost
     ids = [tokens(seed=number) for number in range(3)]
     trace = random_trace(24, token_ids=torch.cat(ids).flatten(), sequence_lengths=[4] * 6)
-    session = mrr.record(failing.outer) if rows == "recorded" else mrr.replay(failing.outer, trace)
+    is_recorded, by_hand = rows == "recorded", rows in ("given again", "skipped")
+    session = mrr.record(failing.outer, padding_token_ids=[]) if is_recorded else mrr.replay(failing.outer, trace)
     failing.add_hooks("a later hook of")
-    by_hand, numbers, losses = rows.startswith(("queued", "skipped")), range(rows == "skipped", 3), []
+    numbers, losses = range(rows == "skipped", 3), []
     with watched(chunk) as seen:
-        for number in range(3 if rows == "queued ahead" else by_hand):
-            session.microbatch(ROWS + 8 * number)
+        if by_hand:
+            session.microbatch(ROWS)
         with pytest.raises(error):
             model(ids[0], 0)
-        if rows == "queued ahead":  # by rows alone, forward 0 repeated looks like forward 1
-            with pytest.raises(ReplayStateError, match=r"MRR407: .* failed while 2 others were queued"):
-                model(ids[0], 0)
-            mrr.close_sessions(failing.outer)
-        else:
-            for number in numbers:
-                if by_hand:
+        for number in numbers:
+            if by_hand and where in EARLY and number == numbers[0]:
+                # The first rows are there still: they may be used, and no others may come.
+                with pytest.raises(
+                    ReplayStateError, match=r"MRR407: rank 0, chunk 0: rows were given for micro-batch 0"
+                ):
                     session.microbatch(ROWS + 8 * number)
-                losses.append(model(ids[number], number).square().sum())
-            disturbed_backward(chunk, *losses)
-            session.close()
-            assert session.report.microbatches == len(numbers)
-            assert session.report.recomputes == 3 * len(numbers)
-    if rows == "recorded":
+                if rows == "skipped":
+                    mrr.close_sessions(failing.outer)
+                    return
+            elif by_hand:
+                session.microbatch(ROWS + 8 * number)
+            losses.append(model(ids[number], number).square().sum())
+        disturbed_backward(chunk, *losses)
+        session.close()
+        assert session.report.microbatches == len(numbers) + (where in LATE)
+        assert session.report.recomputes == 3 * len(numbers)
+    if is_recorded:
         trace = session.trace()
-        assert trace.sequence_lengths == (4,) * 6
+        assert trace.sequence_lengths == (4,) * (6 + 2 * (where in LATE))
+        trace = mrr.concat_traces(list(trace.samples())[-6:])
     assert wrong_replays(seen, trace) == 0
+
+
+@pytest.mark.parametrize("start", [mrr.record, lambda chunk: mrr.replay(chunk, random_trace())])
+def test_one_micro_batch_at_a_time_is_given(start):
+    chunk = Chunk()
+    session = start(chunk)
+    session.microbatch(ROWS)
+    with pytest.raises(ReplayStateError, match=r"MRR407: .*micro-batch 0, and no forward has used them"):
+        session.microbatch(ROWS + 8)
+    chunk(tokens(), 0)
+    session.microbatch(ROWS + 8)
+    chunk(tokens(), 1)
+    session.close()
+    assert session.report.microbatches == 2
 
 
 def test_a_failure_before_the_chunk_hides_no_router_that_was_left_out():
@@ -143,7 +164,6 @@ def test_layers_that_share_a_router_raise():
     chunk.layers[1].router = chunk.layers[0].router
     session = mrr.replay(chunk, random_trace(num_layers=1))
     session.microbatch(ROWS)
-    session.microbatch(ROWS + 8)
     with pytest.raises(ReplayStateError, match="called the router of layer 1 twice"):
         chunk(tokens())
     mrr.close_sessions(chunk)
@@ -187,15 +207,14 @@ def test_a_model_that_was_rebuilt_beyond_recognition_is_restored_all_the_same():
 
 @pytest.mark.parametrize("kind", [reentrant, non_reentrant])
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_recompute_of_the_model_that_stops_or_fails_leaves_the_queued_ones(fails, kind):
+def test_a_recompute_of_the_model_that_stops_or_fails_leaves_the_rows_of_the_next_forward(fails, kind):
     # A non-reentrant checkpoint stops its recompute with an exception, in the middle of the model, once it has all it needs.
     failing, trace = Model(), random_trace(24)
     chunk, model = failing.chunk, failing.outer
     with watched(chunk) as seen, mrr.replay(failing.outer, trace) as session:
         session.microbatch(ROWS)
         output = kind(lambda _: model(tokens(), 0), torch.ones(1, requires_grad=True))
-        for number in (1, 2):
-            session.microbatch(ROWS + 8 * number)
+        session.microbatch(ROWS + 8)
         disturb(chunk)
         if fails:
             chunk.fail_at = 1
@@ -203,7 +222,8 @@ def test_a_recompute_of_the_model_that_stops_or_fails_leaves_the_queued_ones(fai
                 output.sum().backward()
         else:
             output.sum().backward()
-        for number in (1, 2):
-            model(tokens(), number)
+        model(tokens(), 1)
+        session.microbatch(ROWS + 16)
+        model(tokens(), 2)
     assert sorted(number for number, layer in seen if layer == 3) == [0, 1, 2]
     assert wrong_replays(seen, trace) == 0

@@ -3,7 +3,7 @@
 import copy
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 import megatron_router_replay as mrr
+from megatron_router_replay.checks import _warned
 from megatron_router_replay.errors import LayoutError, ReplayStateError, RouterReplayError, TraceError
-from megatron_router_replay.mcore.batches.judge import unlike
+from megatron_router_replay.mcore.batches.samples import unlike
 from tests.unit.mcore.tiny_chunk import EXPERTS, TOPK, Chunk, as_map, random_routes
 
 LAYERS = (1, 2, 3)
@@ -119,9 +120,10 @@ def check(trace: mrr.RoutingTrace, tokens: list[list[int]], rows: list[list[int]
 
 Tokens = list[list[int]]
 DECLARED = {"options": {"padding_token_ids": [0]}}
+NONE = {"options": {}}
 LONGER, FROM_ZERO = [[5, 6, 7], [5, 6, 7, 0, 9]], [[0, 5, 6], [5, 6]]
 FOUND: dict[str, tuple[Tokens, Tokens, Tokens, dict[str, Any]]] = {
-    # samples, tokens of a forward, their rows, other arguments
+    # samples, tokens of a forward, their rows, other arguments; the padding token is declared unless these say otherwise
     "cut on the right": ([A, B], [[5, 6]], [[0, 1]], {}),
     "one token more": ([A, B], [[*B, 3, 0, 0], [*A, 0, 0]], [[4, 5, 6, -2, -1, -1], [0, 1, 2, 3, -1, -1]], {}),
     "ends with padding's token": ([[5, 6, 0], B], [[5, 6, 0, 0, 0]], [[0, 1, 2, -1, -1]], {}),
@@ -133,7 +135,6 @@ FOUND: dict[str, tuple[Tokens, Tokens, Tokens, dict[str, Any]]] = {
     "padding alone": ([A], [[0, 0, 0, 0], A], [[-1] * 4, [0, 1, 2, 3]], {}),
     "turns": ([A[:2], A], [[5, 6, 0, 0], A], [[0, 1, -1, -1], [2, 3, 4, 5]], {}),
     "turns, and another end": ([A[:2], A, [*A[:3], 9]], [[5, 6, 7, 9, 0, 0]], [[6, 7, 8, 9, -1, -1]], {}),
-    "a beginning like padding's, where no place is padded": (FROM_ZERO, [[0, 5, 6]], [[0, 1, 2]], {"options": {}}),
     # As trainers number them that count the tokens before each position which are no padding.
     "positions of padding": (
         [A, B],
@@ -174,7 +175,22 @@ FOUND: dict[str, tuple[Tokens, Tokens, Tokens, dict[str, Any]]] = {
         [[0, 1, 2, -1, -1]],
         mask([0, 1, 0, 1, 1]),
     ),
-    "padding that would continue a sample": (LONGER, [[5, 6, 7, 0]], [[0, 1, 2, -1]], DECLARED),
+    # The longest reading wins.
+    "padding that would continue a sample": (LONGER, [[5, 6, 7, 0]], [[3, 4, 5, 6]], {}),
+    "padding that would continue a sample, and more": (LONGER, [[5, 6, 7, 0, 0, 0]], [[3, 4, 5, 6, -1, -1]], {}),
+    "a token of padding that may end a sample": ([A, [*A, 0]], [[*A, 0]], [[4, 5, 6, 7, 8]], {}),
+    "padding continues two samples": ([A, [*A, 0], [*A, 0, 0]], [[*A, 0, 0, 0]], [[9, 10, 11, 12, 13, 14, -1]], {}),
+    "packed without padding, beside one more token": (
+        [[5, 6], [5, 6, 9]],
+        [[5, 6, 5, 6, 9]],
+        [[0, 1, 2, 3, 4]],
+        packed(0, 2, 5) | NONE,
+    ),
+    "undeclared, one token that continues a sample": (LONGER, [[5, 6, 7, 0]], [[3, 4, 5, 6]], NONE),
+    "undeclared, equal tokens at a sample's end": ([[5, 6, 6], A], [[5, 6, 6], A[:3]], [[0, 1, 2], [3, 4, 5]], NONE),
+    "undeclared, one token behind a whole sample": ([A], [[*A, 9]], [[0, 1, 2, 3, -2]], NONE),
+    "undeclared, one token before a sample that begins so": (FROM_ZERO, [[0, 5, 6]], [[0, 1, 2]], NONE),
+    "positions that are all equal": ([A, B], [A, [*B, 0]], [[0, 1, 2, 3], [4, 5, 6, -1]], positions([0] * 4, [0] * 4)),
     "two tokens of padding": (
         [A, B],
         [[9, 9, *A, 0, 0]],
@@ -184,20 +200,45 @@ FOUND: dict[str, tuple[Tokens, Tokens, Tokens, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("declared", [True, False])
 @pytest.mark.parametrize("name", FOUND)
-def test_rows_follow_tokens(name: str, declared: bool) -> None:
+def test_rows_follow_tokens(name: str) -> None:
     """Rows without a route, and padding, are routed live; the report counts each."""
     samples, tokens, rows, call = FOUND[name]
-    options = {"padding_token_ids": [0]} if declared else {}
-    check(alike(samples), tokens, rows, **{"options": options} | call)
+    check(alike(samples), tokens, rows, **DECLARED | call)
 
 
-MAY_BE_PADDING = "MRR207: .* token 0 may be padding"
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cut on the right", "packed", "packed with known lengths", "a mask", "a mask decides where a sample begins",
+        "one token more than a sample in a mask", "a mask of padding's token, inside and at the end too",
+    ],
+)  # fmt: skip
+def test_a_batch_without_padding_or_with_lengths_needs_no_declared_token(name: str) -> None:
+    samples, tokens, rows, call = FOUND[name]
+    check(alike(samples), tokens, rows, **call)
+
+
+def test_the_longest_reading_is_counted_as_ambiguous_where_a_shorter_sample_ends() -> None:
+    for tokens, options in ((([5, 6, 7, 0], DECLARED)), ([5, 6, 7, 0], NONE), ([5, 6, 7, 0, 0], DECLARED)):
+        rows = [3, 4, 5, 6, -1][: len(tokens)]
+        assert check(alike(LONGER), [tokens], [rows], **options).segments_ambiguous == 1
+    assert check(alike(LONGER), [[5, 6, 7]], [[0, 1, 2]]).segments_ambiguous == 0
+    with pytest.raises(
+        LayoutError, match=r"MRR208: .* sample 1 and sample 0 of the trace begin with the same 3 tokens"
+    ):
+        check(trace_of(LONGER), [[5, 6, 7, 0]], [], **DECLARED)
+
+
 MAY_BE_OF_A_SAMPLE = "MRR206: .* may be padding or may belong to another sample"
 RAISES: dict[str, tuple[Tokens, Tokens, dict[str, Any], str]] = {
     # samples, tokens of a forward, other arguments, the error
-    "a last token of no sample": ([A, B], [[5, 6, 7, 3]], {}, "MRR207: .* token 3 .* no other place shows padding"),
+    "a last token of no sample": (
+        [A, B],
+        [[5, 6, 7, 3]],
+        {},
+        "MRR206: .* token 3 .*If token 3 is padding, say padding_tok",
+    ),
     "a last token that is no padding": (
         [A, B],
         [[5, 6, 7, 3]],
@@ -210,38 +251,93 @@ RAISES: dict[str, tuple[Tokens, Tokens, dict[str, Any], str]] = {
         {},
         r"micro-batch 0, input_ids\[0, 1\], sequence 0: its first 1 tokens are those of sample 0.* position 1.* token 3",
     ),
-    "two padding tokens": ([A, B], [[*A, 0, 0], [*B, 1, 1, 1]], {}, "MRR207: .* no padding"),
+    "undeclared padding": (
+        [A, B],
+        [A, [*B[:2], 0, 0]],
+        {},
+        r"MRR207: .*input_ids\[1, 2\], sequence 1: token 0 stands 2 times .*the first 2 .* say padding_token_ids=\[0\]",
+    ),
+    "undeclared padding behind a whole sample": (
+        [A, B],
+        [[*A, 0], [*B, 0, 0]],
+        {},
+        r"MRR207: .*input_ids\[1, 3\], sequence 1: token 0 stands 2 times .*all tokens .*padding_token_ids=\[0\]",
+    ),
+    "undeclared padding in front": (
+        [A, B],
+        [A, [9, 9, *B[:2]]],
+        {},
+        r"MRR207: .*input_ids\[1, 0\], .*token 9 stands 2 times in front of it.* say padding_token_ids=\[9\]",
+    ),
+    "undeclared padding, a row": (
+        [A],
+        [A, [0] * 4],
+        {},
+        r"MRR207: .*\[1, 0\], .*token 0 fills it.*padding_token_ids=\[0\]",
+    ),
+    "undeclared padding, packed": (
+        [A, B],
+        [[*A, *B, 0, 0]],
+        packed(0, 4, 9),
+        r"MRR207: .*input_ids\[0, 7\], sequence 1: token 0 .*padding_token_ids=\[0\]",
+    ),
     "two padding tokens around a sample": (
         [A, B],
         [[9, 9, *A, 0, 0]],
-        {},
-        "MRR206: .* token 9 before it and token 0 after",
+        {"options": {"padding_token_ids": [9]}},
+        r"MRR207: .*token 0 .* say padding_token_ids=\[9, 0\]",
     ),
-    "another padding token": ([A, B], [[*A, 1, 1]], DECLARED, "MRR206"),
-    "a cut sample and another token": (
+    "a BOS token in front": (
         [A, B],
-        [[*A, 0, 0], [5, 6, 1, 1, 1, 1]],
+        [[3, *A], [3, *A]],
         {},
-        "MRR207: .* padding is token 0 elsewhere",
+        r"MRR206: .*input_ids\[0, 0\], .*token 3, .*sample 0. Is it a BOS token.*If it is padding, say padding_token_ids=\[3",
     ),
-    "padding continues a sample": (LONGER, [[5, 6, 7, 0]], {}, MAY_BE_PADDING),
-    "padding is known, and continues a sample": (
-        [*LONGER, [4]],
-        [[5, 6, 7, 0, 0], [4, 0, 0, 0, 0]],
+    "a BOS token in front, packed": (
+        [A, B],
+        [[*A, 3, *B]],
+        packed(0, 4, 8),
+        r"MRR206: .*input_ids\[0, 4\], sequence 1: .*token 3, .*sample 1. Is it a BOS token",
+    ),
+    "another sample begins": (
+        [A, B],
+        [[*A, *B]],
         {},
-        MAY_BE_PADDING,
+        r"MRR206: .*input_ids\[0, 4\], .*all 4 tokens of sample 0, and sample 1 begins here: give .*packed_seq_params",
     ),
-    "padding continues two samples": ([A, [*A, 0], [*A, 0, 0]], [[*A, 0, 0]], {}, MAY_BE_PADDING),
-    "a token of padding that may end a sample": ([A, [*A, 0]], [[*A, 0]], DECLARED, MAY_BE_OF_A_SAMPLE),
-    "padding before, or a sample's": (FROM_ZERO, [[0, 0, 5, 6]], {}, MAY_BE_OF_A_SAMPLE),
+    "a prompt cut on the left, and a chance match": (
+        [[4, 1, 5, 2, 3], [5, 9, 9]],
+        [[5, 2, 3]],
+        {},
+        r"MRR206: .*input_ids\[0, 0\], .*tokens of sample 0 from position 2 on: it was cut on the left",
+    ),
+    "a mask over a sample's own tokens": (
+        [A, B],
+        [A, [*B, 0]],
+        mask([0, 0, 1, 1], [0, 0, 0, 1]),
+        r"MRR207: .*input_ids\[0, 2\], .*after 2 tokens of sample 0, and the next 2 tokens are the sample's own.*loss mask",
+    ),
+    "a mask over the tokens of another sample with the same beginning": (
+        [A, B, [5, 6, 1, 2, 3]],
+        [[5, 6, 1, 2]],
+        mask([0, 0, 1, 1]),
+        r"MRR207: .*the next 2 tokens are the sample's own",
+    ),
+    "a token beyond 32 bits": (
+        [A],
+        [[5, 6 + (1 << 32), 7]],
+        {},
+        r"MRR201: .*input_ids\[0, 1\] is 4294967302: token ids must",
+    ),
+    "a token below 0": ([A], [[5, 6, -3]], {}, r"MRR201: .*input_ids\[0, 2\] is -3"),
+    "another padding token": ([A, B], [[*A, 1, 1]], DECLARED, r"MRR207: .*say padding_token_ids=\[0, 1\]"),
+    "padding before, or a sample's": (FROM_ZERO, [[0, 0, 5, 6]], DECLARED, MAY_BE_OF_A_SAMPLE),
     "a sample's beginning, or padding": (FROM_ZERO, [[0, 5, 6]], DECLARED, MAY_BE_OF_A_SAMPLE),
-    "a sample's beginning that is padding elsewhere": (FROM_ZERO, [[0, 5, 6, 0, 0]], {}, MAY_BE_PADDING),
-    "a part of a run, or padding": ([[0, 0, 5], [0, 5]], [[0, 0, 5, 0, 0]], {}, MAY_BE_PADDING),
     # A sample begins with nine equal tokens, eight others with 1 to 8: all of these beginnings are tried.
     "a run of equal tokens": (
         [*([7] * length + [length] for length in range(1, 9)), [0] * 9 + [5, 6], [5, 6]],
         [[0] * 12 + [5, 6]],
-        {},
+        DECLARED,
         MAY_BE_OF_A_SAMPLE,
     ),
     "of no sample at all": ([[], []], [[1, 2, 3]], {}, "MRR206: .*no sample"),
@@ -249,14 +345,13 @@ RAISES: dict[str, tuple[Tokens, Tokens, dict[str, Any], str]] = {
         [A, B],
         [A, [*A[1:], 0]],
         {},
-        r"MRR206: .*input_ids\[1, 0\], .*no sample .* begins with token 6",
+        r"MRR206: .*input_ids\[1, 0\], .*tokens of sample 0 from position 1 on: it was cut on the left",
     ),
-    "packed without bounds": ([A, B], [[*A, *B]], {}, r"MRR206.*all 4 tokens of sample 0, and from position 4 on"),
     "positions of three axes": (
         [A, B],
         [[*A, *B]],
         {"position_ids": ids([0, 1, 2, 3, 0, 1, 2]).expand(3, 1, 7)},
-        r"MRR206.*position 4 on \(token 5\)",
+        r"MRR206.*sample 1 begins here",
     ),
     "a shared prefix, packed": (
         [A, B],
@@ -264,10 +359,15 @@ RAISES: dict[str, tuple[Tokens, Tokens, dict[str, Any], str]] = {
         positions([0, 1, 2, 3, 2, 3]) | DECLARED,
         r"MRR206.*position 4 on \(token 7\)",
     ),
-    "positions restart inside a sample": ([A, B], [A], positions([0, 1, 0, 1]), "MRR206: .*sequence 1: .*token 7"),
-    "sequences of one token": ([A, B], [A[:2]], positions([0, 0]), "MRR206: .*position_ids restart or jump"),
+    "positions restart inside a sample": (
+        [A, B],
+        [A],
+        positions([0, 1, 0, 1]),
+        "MRR206: .*sequence 1: .*cut on the left",
+    ),
+    "sequences of one token": ([A, B], [A[:3]], positions([1, 1, 2]), "MRR206: .*position_ids restart or jump"),
     "a jump inside a sample": ([A, B], [A], positions([0, 1, 5, 6]), "MRR206: .*position_ids restart or jump"),
-    "bounds inside a sample": ([A, B], [[*A, *B]], packed(0, 2, 7), "MRR206.*sequence 1.*token 7"),
+    "bounds inside a sample": ([A, B], [[*A, *B]], packed(0, 2, 7), "MRR206.*sequence 1.*cut on the left"),
     "a mask that is inverted": (
         [A, B],
         [[*A, 0], [*B, 0, 0]],
@@ -291,16 +391,19 @@ def test_other_tokens_raise(name: str) -> None:
         check(alike(samples), tokens, [], **call)
 
 
-def test_a_padding_token_holds_for_all_forwards_of_a_session() -> None:
-    def run(*tokens: list[int]) -> None:
-        with mrr.replay(chunk := Chunk(), alike([A, B]), **DRAWN):
-            for each in tokens:
-                chunk(ids(each))
+def test_one_declared_token_in_front_of_every_sequence_may_be_a_bos_token(caplog: Any) -> None:
+    def warned(*tokens: list[int]) -> bool:
+        _warned.discard("a token in front")
+        caplog.clear()
+        with pytest.warns(RuntimeWarning) if tokens[0][0] == 3 else nullcontext():
+            check(alike([A, B]), list(tokens), [[-1, 0, 1, 2, 3], [-1, 4, 5, 6, -1]][: len(tokens)], options=options)
+        return "input_ids[0, 0]: one token 3 stands in front of each sequence" in caplog.text
 
-    run([*A, 0, 0], [5, 6, 0, 0])  # cut on the right and padded: the token was seen as padding
-    for second in ([*A, 1, 1], [5, 6, 7, 3]):
-        with pytest.raises(LayoutError, match="MRR207"):
-            run([*A, 0, 0], second)
+    options: dict[str, Any] = {"padding_token_ids": [3, 0]}
+    assert warned([3, *A], [3, *B, 0])
+    _warned.discard("a token in front")
+    check(alike([A, B]), [[3, *A], [3, 3, *B]], [[-1, 0, 1, 2, 3], [-1, -1, 4, 5, 6]], options=options)
+    assert "a token in front" not in _warned
 
 
 def test_equal_samples_use_the_first_and_are_counted() -> None:
@@ -336,13 +439,13 @@ def test_of_equal_samples_the_one_that_lost_fewer_routes_is_used_also_for_a_part
             check(of_lost, [tokens], [rows[: len(tokens)]])
 
 
-def test_equal_samples_of_other_weights_raise_however_they_were_joined() -> None:
-    """Rollouts of a prompt in two steps: their routes are alike, so the version alone shows them."""
+def test_equal_samples_of_other_weights_with_like_routes_are_one() -> None:
+    """Asynchronous rollouts of a prompt in two steps: short answers are often equal."""
     steps = [trace_of([A], weight_version=version) for version in (3, 4)]
-    for trace in (mrr.concat_traces(steps), mrr.concat_traces([*steps, trace_of([B], weight_version=4)])):
-        for tokens in (A, A[:2]):
-            with pytest.raises(LayoutError, match=r"MRR208.*weights \(3 and 4\)"):
-                check(trace, [tokens], [])
+    for tokens in (A, A[:2]):
+        assert check(mrr.concat_traces(steps), [tokens], [[0, 1, 2, 3][: len(tokens)]]).segments_ambiguous == 1
+    with pytest.raises(LayoutError, match="MRR208"):
+        check(mrr.concat_traces([steps[0], trace_of([A], seed=9, weight_version=4)]), [A], [])
 
 
 def test_routes_of_equal_samples_are_compared_to_their_last_token() -> None:
@@ -384,14 +487,14 @@ def test_a_trace_without_whole_samples_is_refused(token_ids: Any, samples: Any, 
         check(trace, [A], [])
 
 
-def test_the_index_is_made_once_a_trace_and_goes_with_it() -> None:
+def test_samples_are_sorted_once_a_trace_and_go_with_it() -> None:
     trace = trace_of([A, B])
     check(trace, [A], [[0, 1, 2, 3]])
-    index = trace.derived["index"]
+    samples = trace.derived["samples"]
     check(trace, [A], [[0, 1, 2, 3]])
-    assert trace.derived["index"] is index
-    assert "index" not in copy.deepcopy(trace).derived
-    assert "index" not in trace.to("cpu").derived
+    assert trace.derived["samples"] is samples
+    assert "samples" not in copy.deepcopy(trace).derived
+    assert "samples" not in trace.to("cpu").derived
 
 
 def test_the_forward_of_the_class_is_back_when_the_session_ends() -> None:

@@ -15,7 +15,13 @@ from torch.distributed import distributed_c10d
 
 import megatron_router_replay as mrr
 from megatron_router_replay.mcore.core.hooks import sources_of
-from megatron_router_replay.mcore.sessions.group_check import GroupCheck, GroupResult, Numbers, judge_replay
+from megatron_router_replay.mcore.sessions.group_check import (
+    GroupCheck,
+    GroupResult,
+    Numbers,
+    judge_replay,
+    stages_with_other_rows,
+)
 from tests.unit.mcore.tiny_chunk import ROWS, Chunk, random_trace, tokens
 
 
@@ -69,6 +75,37 @@ def test_what_ranks_tell_is_judged_together(ranks, least, problem):
     problems = judge_replay({2 + rank: told for rank, told in enumerate(ranks)}, least)  # ranks 2, 3, ...
     assert len(problems) == (problem is not None)
     assert problem is None or problems[0].startswith(problem)
+
+
+def test_a_step_without_a_micro_batch_is_told_how_to_allow_that():
+    (problem,) = judge_replay({0: N()}, None)
+    assert problem.endswith("For a step that may have no micro-batch, pass min_replayed=0.")
+    with mrr.replay(Chunk(), random_trace(8), min_replayed=0):
+        pass
+
+
+STAGES = {
+    # the stage of each rank: lowest rank of its pipeline, stage, digests of chunks -> the stage that is named; "": none is
+    "the same": ([(0, 0, [[2, 7]]), (0, 1, [[2, 7]])], ""),
+    "other rows": ([(0, 0, [[2, 7]]), (0, 1, [[2, 8]])], "pipeline stage 1 (rank 1) found other rows"),
+    "a later chunk": (
+        [(0, 0, [[2, 7], [2, 8]]), (0, 1, [[2, 7], [2, 7]])],
+        "pipeline stage 0 (rank 0) found other rows",
+    ),
+    "fewer": ([(0, 0, [[2, 7]]), (0, 1, [[1, 7]])], "pipeline stage 1 (rank 1) routed 1 micro-batches, not 2"),
+    "two pipelines": ([(0, 0, [[2, 7]]), (1, 0, [[2, 8]]), (0, 1, [[2, 7]]), (1, 1, [[2, 8]])], ""),
+    "one stage": ([None, None], ""),
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_pipeline_stages_must_have_had_the_same_rows(name):
+    stages, expected = STAGES[name]
+    everyone = {rank: N(8)._replace(stage=stage) for rank, stage in enumerate(stages)}
+    problems = stages_with_other_rows(everyone)
+    assert [problem.startswith(expected) for problem in problems] == [True] * bool(expected)
+    at_fault = everyone | {9: N(at_fault=True)}
+    assert stages_with_other_rows(at_fault) == []
 
 
 def test_a_skipped_layer_is_the_one_error_of_its_session():
@@ -132,7 +169,7 @@ def test_nobody_waits_for_a_rank_that_failed_and_later_sessions_are_right(on_ran
 def test_a_rank_that_is_in_order_says_which_are_not(on_ranks):
     first, second = on_ranks(2, at_fault)
     assert "rank 0 is in order, but ranks [1] are not" in first
-    assert "rank 1, chunk 0, micro-batch 1, layer 1: routes were queued, but no forward used them" in second
+    assert "rank 1, chunk 0, micro-batch 1, layer 1: rows were given, but no forward used them" in second
 
 
 def at_fault():
@@ -215,7 +252,7 @@ def without_the_other():
 def test_a_rank_that_never_comes_is_named_as_a_reason(on_ranks):
     message, _ = on_ranks(2, without_the_other)
     assert "rank 0 waited 0:00:01 at the end of its session for the 2 ranks of its group" in message
-    assert "rank 0, chunk 0, micro-batch 1, layer 1: routes were queued, but no forward used them" in message
+    assert "rank 0, chunk 0, micro-batch 1, layer 1: rows were given, but no forward used them" in message
     assert on_ranks(2, step) == [8, 8]
 
 

@@ -326,15 +326,18 @@ def test_an_empty_micro_batch_between_others():
     assert session.report.microbatches == 3
 
 
-def test_withdrawn_options_and_keywords_say_what_replaces_them():
-    refused(mrr.record, ROWS, r"^MRR101: session\.microbatch\(routes=...\) is gone in 0\.3: ", TraceError, routes=True)
-    message = r"^MRR101: Chunk\(routing_rows=...\) is gone in 0\.3: the tokens of each forward find its rows"
-    chunk = Chunk()
-    with pytest.raises(TraceError, match=message), mrr.replay(chunk, random_trace(8)):
-        chunk(IDS, routing_rows=ROWS)
-    refused(
-        mrr.record, ROWS, r"^session\.microbatch\(\) got an unexpected keyword argument 'rowz'", TypeError, rowz=ROWS
-    )
+def test_an_option_that_is_misspelt_names_the_similar_one():
+    message = r"^microbatch\(\) got an unexpected keyword argument 'rowz'\. Did you mean 'rows'\?$"
+    refused(mrr.record, ROWS, message, TypeError, rowz=ROWS)
+    for call, option, similar in (
+        (mrr.record, "verifi", "verify"),
+        (mrr.replay, "padding_token_id", "padding_token_ids"),
+    ):
+        message = rf"^{call.__name__}\(\) got an unexpected keyword argument '{option}'\. Did you mean '{similar}'\?$"
+        with pytest.raises(TypeError, match=message):
+            call(Chunk(), **{option: True})
+    with pytest.raises(TypeError, match=r"^replay\(\) got an unexpected keyword argument 'stamped'$"):
+        mrr.replay(Chunk(), random_trace(8), stamped=True)
 
 
 # ---- one layer after another is widened

@@ -8,13 +8,8 @@ import torch
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, RouterReplayError
-from megatron_router_replay.mcore.batches.follow import Follower
-from megatron_router_replay.mcore.batches.index import PrefixIndex, index_of
 from megatron_router_replay.mcore.batches.inputs import ForwardInputs
-from megatron_router_replay.mcore.batches.locate import locate
-from megatron_router_replay.mcore.batches.segments import Segments
-from tests.support.soft_gpu import SoftGpu
-from tests.support.workers import GlooWorkers
+from megatron_router_replay.mcore.batches.lookup import RowLookup
 from tests.unit.mcore.tiny_chunk import EXPERTS, Chunk, random_routes
 
 
@@ -46,7 +41,7 @@ def test_a_beginning_that_may_be_declared_padding_is_no_silent_choice() -> None:
     # 3 may be padding, and so may the three tokens that sample 1 begins with.
     with pytest.raises(RouterReplayError, match=r"MRR206: .* may be padding"):
         rows_replayed([[0, 1], [3, 1, 3, 0, 2]], [2, 3, 3, 1, 3, 0, 2], padding_token_ids=[1, 2, 3])
-    # Sample 0 or 1 ends where padding begins; or sample 2, with another token after it, begins after padding.
+    # Sample 1 before padding; or sample 2, with another token after it, after padding.
     with pytest.raises(RouterReplayError, match=r"MRR206: .* may be padding"):
         rows_replayed([[2, 2, 1], [2, 2, 1, 2], [2]], [2, 2, 1, 2, 2], padding_token_ids=[2])
     # Of a run of one token, all or a part may be padding.
@@ -54,46 +49,26 @@ def test_a_beginning_that_may_be_declared_padding_is_no_silent_choice() -> None:
         rows_replayed([[0, 0, 5], [0, 5]], [0, 0, 5], padding_token_ids=[0])
 
 
-def test_a_token_that_may_be_padding_is_a_samples_where_no_forward_shows_padding() -> None:
-    assert rows_replayed([[0, 5, 6], [5, 6]], [0, 5, 6]) == 3
-    with pytest.raises(RouterReplayError, match="token 0 may be padding or a part of a sample"):
-        rows_replayed([[5, 6, 7], [5, 6, 7, 0, 9]], [5, 6, 7, 0])
-
-
 def test_a_token_may_be_appended_after_padding_on_the_left() -> None:
-    assert rows_replayed([[5, 6, 7], [8]], [0, 0, 5, 6, 7, 9]) == 3
+    assert rows_replayed([[5, 6, 7], [8]], [0, 0, 5, 6, 7, 9], padding_token_ids=[0]) == 3
     # Sample 0 with 1 appended, or sample 1, after padding.
     with pytest.raises(RouterReplayError, match=r"MRR206: .* tokens before sample 0 may be padding"):
-        rows_replayed([[0, 0], [1]], [0, 0, 0, 0, 0, 1])
-    # Sample 0 with 1 appended and 2 as padding, or sample 1 after padding.
-    with pytest.raises(RouterReplayError, match=r"MRR207: .* token 2 stands where a sequence leaves its sample"):
-        rows_replayed([[0], [1, 2, 2]], [0, 1, 2, 2])
+        rows_replayed([[0, 0], [1]], [0, 0, 0, 0, 0, 1], padding_token_ids=[0])
 
 
-def test_a_token_that_is_padding_or_appended_in_one_row_is_no_silent_choice_in_another() -> None:
-    def run(*rows: list[int]) -> None:
-        with mrr.replay(chunk := Chunk(), trace_of([[2, 3], [4, 5], [5]]), min_agreement=0):
-            chunk(torch.tensor(rows))
-
-    run([4, 5], [2, 3])  # sample 1: no row shows padding
-    with pytest.raises(RouterReplayError, match=r"MRR207: .* token 4 may be padding or a part of a sample"):
-        run([5, 4], [4, 5])
+def test_padding_that_is_not_declared_raises_with_the_argument_and_is_exact_with_it() -> None:
+    samples = [[5, 6, 7, 8], [5, 6, 9]]
+    for row, token, rows in (([5, 6, 7, 8, 0, 0], 0, 4), ([2, 2, 5, 6, 9], 2, 3), ([5, 6, 0, 0, 0], 0, 2)):
+        with pytest.raises(RouterReplayError, match=rf"MRR207: .* padding_token_ids=\[{token}\]"):
+            rows_replayed(samples, row)
+        assert rows_replayed(samples, row, padding_token_ids=[token]) == rows
 
 
-def counts_on_a_gpu() -> list[int]:
-    """Locate a row of which a padding mask leaves two of four tokens."""
-    tokens = torch.tensor([5, 6, 7, 8])
-    with SoftGpu():
-        gpu = torch.device("cuda")
-        segments = Segments.of((1, 4), device=gpu).bound(torch.tensor([False, False, True, True]).to(gpu))
-        counts: list[int] = locate(PrefixIndex(tokens, [4]).to(gpu), tokens.to(gpu), segments).count.tolist()
-    return counts
-
-
-def test_on_a_gpu_tokens_after_a_known_length_have_no_row() -> None:
-    # Every position is looked up there, also those that continue the sample after the length.
-    with GlooWorkers(1) as workers:
-        assert workers.run(counts_on_a_gpu) == [[2, 0]]
+def test_padding_alone_is_padding_whatever_samples_there_are() -> None:
+    chunk = Chunk()
+    with mrr.replay(chunk, trace_of([[0], [0, 0, 5], [5]]), min_agreement=0, padding_token_ids=[0]) as session:
+        chunk(torch.tensor([[0, 0, 0], [5, 0, 0]]))
+    assert (session.report.rows_replayed, session.report.rows_padding) == (1, 5)
 
 
 def test_ids_of_other_sequences_than_a_later_stage_computes_raise() -> None:
@@ -101,13 +76,30 @@ def test_ids_of_other_sequences_than_a_later_stage_computes_raise() -> None:
     config, groups = SimpleNamespace(sequence_parallel=False), SimpleNamespace(cp=None)
     stage: Any = SimpleNamespace(pre_process=False, decoder=decoder, config=config, pg_collection=groups)
     trace = trace_of([[5, 6, 7], [5, 8]])
-    follower = Follower(trace, padding_token_ids=[0], cp_partition_mode=None, check=lambda *_: None)
 
-    def rows(cu_seqlens: list[int]) -> Any:
+    def rows(cu_seqlens: list[int], padding: list[int] | None = None) -> Any:
+        lookup = RowLookup(trace, padding_token_ids=padding, cp_partition_mode=None)
         packed = SimpleNamespace(cu_seqlens_q=torch.tensor(cu_seqlens))
         inputs = ForwardInputs(input_ids=torch.tensor([[5, 6, 7], [5, 8, 0]]), packed_seq_params=packed)
-        return follower.find(stage, inputs, index_of(trace), "here").rows.tolist()
+        return lookup.find(stage, inputs, "here").rows.tolist()
 
-    assert rows([0, 3, 5]) == [[0, 1, 2, 3, 4]]
+    # Packed sequences are as long as cu_seqlens say, so what follows in the raw ids is padding, declared or not.
+    assert rows([0, 3, 5]) == rows([0, 3, 5], [0]) == [[0, 1, 2, 3, 4]]
     with pytest.raises(LayoutError, match=r"MRR201: here: .* input_ids of 2 sequences and computes 1"):
         rows([0, 5])
+
+
+def test_rows_that_context_parallelism_has_split_are_where_they_were_in_the_raw_ids() -> None:
+    """A later stage gets whole rows, padded on the left, and computes its part of each."""
+    decoder = SimpleNamespace(input_tensor=torch.zeros(4, 2, 8))
+    config = SimpleNamespace(sequence_parallel=False)
+    trace, found = trace_of([[5, 6, 7], [5, 8]]), []
+    for rank in range(2):
+        group = SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank)
+        stage: Any = SimpleNamespace(
+            pre_process=False, decoder=decoder, config=config, pg_collection=SimpleNamespace(cp=group)
+        )
+        lookup = RowLookup(trace, padding_token_ids=[0], cp_partition_mode="contiguous")
+        ids = torch.tensor([[0, 0, 0, 5, 6, 7, 0, 0], [5, 8, 0, 0, 0, 0, 0, 0]])
+        found.append(lookup.find(stage, ForwardInputs(input_ids=ids), "here").rows)
+    assert torch.cat(found, dim=1).tolist() == [[-1, -1, -1, 0, 1, 2, -1, -1], [3, 4, -1, -1, -1, -1, -1, -1]]

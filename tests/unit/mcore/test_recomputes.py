@@ -128,12 +128,14 @@ def test_selective_checkpoints_pair_the_operations_of_forward_and_recompute(star
 
 def test_two_forwards_of_the_model_inside_one_checkpoint(chunk):
     def preference_loss(scale):  # DPO: chosen and rejected in one checkpointed function
-        return (chunk(tokens(), 0) - chunk(tokens(), 1)).mul(scale).square().mean()
+        return (forward_of(0) - forward_of(1)).mul(scale).square().mean()
+
+    def forward_of(number):
+        session.microbatch(ROWS + 8 * number)
+        return chunk(tokens(), number)
 
     trace = random_trace()
     with watched(chunk) as seen, mrr.replay(chunk, trace) as session:
-        session.microbatch(ROWS)
-        session.microbatch(ROWS + 8)
         loss = chunk.around(preference_loss, torch.ones(1, requires_grad=True))
         disturb(chunk)
         loss.backward(retain_graph=True)
@@ -142,7 +144,7 @@ def test_two_forwards_of_the_model_inside_one_checkpoint(chunk):
     assert wrong_replays(seen, trace) == 0
 
 
-def test_a_micro_batch_that_is_queued_inside_the_checkpoint_is_queued_once(chunk):
+def test_a_micro_batch_that_is_given_inside_the_checkpoint_is_given_once(chunk):
     trace, around, chunk.around = random_trace(), chunk.around, plain
     with watched(chunk) as seen, mrr.replay(chunk, trace) as session:
 
@@ -174,13 +176,16 @@ def test_a_backward_inside_a_checkpointed_function_adds_nothing_to_its_tape(oute
 def test_saved_tensors_asked_for_outside_a_backward_are_a_recompute():
     chunk, trace = Chunk(num_layers=1), random_trace(24, 1)
     with watched(chunk) as seen, mrr.replay(chunk, trace) as session:
-        for number in range(3):
+
+        def forward_of(ids, number):
             session.microbatch(ROWS + 8 * number)
-        twice = lambda ids: (chunk(ids, 0) + 2 * chunk(ids, 1)).tanh()  # noqa: E731
+            return chunk(ids, number)
+
+        twice = lambda ids: (forward_of(ids, 0) + 2 * forward_of(ids, 1)).tanh()  # noqa: E731
         first = checkpoint(twice, tokens(), use_reentrant=False)
         disturb(chunk)
         assert first.grad_fn._saved_result is not None  # recomputes
-        second = chunk(tokens(), 2)
+        second = forward_of(tokens(), 2)
         (first.sum() + second.sum()).backward()
     assert num_recomputed(seen) >= 2
     assert wrong_replays(seen, trace) == 0

@@ -74,10 +74,11 @@ def test_packed_sequences_of_known_and_of_declared_padding() -> None:
         assert recording.trace().token_ids.tolist() == [*B, *A]
 
 
-@pytest.mark.parametrize("rows", [[[*A, 0, 0]], [[0, 0, *A]], [[*B, 0, 0], C]])
+@pytest.mark.parametrize("rows", [[[*A, 0, 0]], [[0, 0, *A]], [[*B, 0, 0], C], [B, A[:3]]])
 def test_a_batch_that_may_be_padded_raises_until_it_is_said(rows: list[list[int]]) -> None:
+    """Several rows, also where none shows padding: the first forward asks, not a later one."""
     chunk, tokens = Masked(), torch.tensor(rows)
-    with pytest.raises(LayoutError, match=r"MRR207: .*padding_token_ids"), mrr.record(chunk):
+    with pytest.raises(LayoutError, match=r"MRR207: .*micro-batch 0: .*padding_token_ids"), mrr.record(chunk):
         chunk(tokens)
     with mrr.record(chunk, padding_token_ids=[0]) as recording:
         chunk(tokens)
@@ -85,3 +86,19 @@ def test_a_batch_that_may_be_padded_raises_until_it_is_said(rows: list[list[int]
     with mrr.record(chunk, padding_token_ids=[]) as recording:
         chunk(tokens)
     assert recording.trace().sequence_lengths == tuple(map(len, rows))
+
+
+def test_rows_with_a_mask_and_a_single_row_need_no_word() -> None:
+    chunk = Masked()
+    with mrr.record(chunk) as recording:
+        chunk(torch.tensor([B, A[:3]]), torch.zeros(2, 3, dtype=torch.bool))
+        chunk(torch.tensor([A]))
+    assert recording.trace().sequence_lengths == (3, 3, 4)
+
+
+def test_a_recording_keeps_tokens_that_the_trainer_overwrites() -> None:
+    chunk, buffer = Masked(), torch.tensor([A])
+    with mrr.record(chunk) as recording:
+        chunk(buffer)
+        buffer.zero_()
+    assert recording.trace().token_ids.tolist() == A

@@ -95,7 +95,6 @@ def test_files_of_other_names_are_left_out(tmp_path):
             (run, {"step": 1}, r"^MRR505: run=.* must be 1 to 100 letters")
             for run in ("", "x" * 101, "a/b", "..", "a\n")
         ),
-        ("a", {"step": 1, "part": 0}, r"^MRR101: TraceStore.save\(part=...\) is gone in 0.3"),
     ],
 )
 def test_names_and_numbers_that_no_file_can_have_are_refused_and_nothing_is_written(tmp_path, run, given, message):
@@ -103,8 +102,3 @@ def test_names_and_numbers_that_no_file_can_have_are_refused_and_nothing_is_writ
         TraceStore(tmp_path, run=run).save(make_trace(3), **{"rank": 0} | given)
     assert os.listdir(tmp_path) == []
     assert TraceStore(tmp_path, run="x" * 100).save(make_trace(), step=1).exists()
-
-
-def test_withdrawn_names_say_what_replaces_them(tmp_path):
-    with pytest.raises(AttributeError, match=r"TraceStore.load is gone in 0.3: load_trace\(path\)"):
-        TraceStore(tmp_path).load(1)

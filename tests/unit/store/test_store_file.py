@@ -5,6 +5,8 @@ import json
 import os
 import resource
 import signal
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -236,6 +238,34 @@ def test_a_file_that_is_replaced_while_it_is_opened_is_read_as_it_was(tmp_path, 
         patch.setattr(torch.UntypedStorage, "from_file", replace_first)
         assert_same(load_trace(path), make_trace(5))
     assert_same(load_trace(path), make_trace(9, seed=1))
+
+
+SAVE = """
+import sys, time, torch
+from megatron_router_replay.errors import StoreError
+from megatron_router_replay.store import load_trace, save_trace
+from tests.unit.store.store_traces import full_trace, make_trace
+path, seconds, first = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
+traces = [make_trace(50), full_trace(3000), make_trace(50, seed=1), full_trace(9)]
+end, i = time.time() + seconds, first
+while time.time() < end:
+    save_trace(traces[i % 4], path)
+    assert load_trace(path) in traces
+    i += 1
+print(i - first)
+"""
+
+
+@pytest.mark.parametrize("seconds", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_two_processes_save_and_load_one_name(tmp_path, seconds):
+    save_trace(make_trace(5), tmp_path / "x")
+    command = [sys.executable, "-c", SAVE, tmp_path / "x", str(seconds)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    both = [subprocess.Popen([*command, first], env=env, stdout=subprocess.PIPE, text=True) for first in "02"]
+    loads = [process.communicate()[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert min(map(int, loads)) > 10
+    assert os.listdir(tmp_path) == ["x"]
 
 
 def test_an_error_of_torch_names_the_file(tmp_path, monkeypatch):

@@ -7,8 +7,7 @@ import torch
 
 from megatron_router_replay.errors import TraceError
 from megatron_router_replay.layout import rows_for_router, split_context_parallel
-from megatron_router_replay.trace import RoutingTrace
-from megatron_router_replay.trace import merge as merge_module
+from megatron_router_replay.trace import RoutingTrace, join
 from megatron_router_replay.trace.merge import merge_traces
 from tests.unit.store.store_traces import assert_same, assert_valid, make_trace
 
@@ -79,7 +78,7 @@ def test_the_first_order_of_a_row_wins():
 
 
 def test_another_set_of_experts_for_the_same_token_names_parts_row_and_layer(monkeypatch):
-    monkeypatch.setattr(merge_module, "_BLOCK_BYTES", 5 * 4 * 2)  # blocks of five rows
+    monkeypatch.setattr(join, "_BLOCK_BYTES", 5 * 4 * 2)  # blocks of five rows
     trace = make_trace(20, layer_numbers=LAYERS)
     wrong = trace.topk_indices.clone()
     wrong[17, 2] = torch.tensor(sorted({0, 1, 2, 3} - set(trace.topk_indices[17, 2].tolist()))[:2])
@@ -188,7 +187,7 @@ def test_blocks_of_rows_do_not_show(monkeypatch):
     rows = [range(0, 48, 2), range(1, 50, 2)]  # row 48 is missing
     parts = [*(part_of(trace, some, (2, 5)) for some in rows), trace.select_layers((3, 8))]
     whole = merge_traces(parts, allow_gaps=True)
-    monkeypatch.setattr(merge_module, "_BLOCK_BYTES", 7 * 8)
+    monkeypatch.setattr(join, "_BLOCK_BYTES", 7 * 8)
     assert_same(merge_traces(parts, allow_gaps=True), whole)
     assert whole.replay_mask.tolist() == [True] * 48 + [False, True]
     assert_valid(whole)

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from megatron_router_replay import RoutingTrace, concat_traces, merge_traces
-from megatron_router_replay import trace as trace_package
 from megatron_router_replay.errors import TraceError
 from tests.unit.small_trace import ROUTES, make
 
@@ -114,15 +113,6 @@ def test_rows_without_routes_are_those_of_the_mask_and_no_row_gets_its_route_bac
     for wrong in ([True], [1, 0, 1], [[True, True, True]], torch.tensor([0, 1, 2])):
         with pytest.raises(TraceError, match=r"the mask must be \[3\] bool"):
             make().without_routes(wrong)
-
-
-def test_names_of_earlier_versions_name_their_replacement():
-    with pytest.raises(TraceError, match=r"MRR101: .* is gone in 0.3: use trace\.without_routes\(~mask\)"):
-        make().keep([True] * 3)
-    with pytest.raises(TraceError, match=r"MRR101: .* is gone in 0.3: replay finds samples by their tokens"):
-        make().select_samples([0])
-    with pytest.raises(AttributeError, match=r"trace\.stale_rows is gone in 0.3: trace\.without_routes"):
-        trace_package.stale_rows  # noqa: B018
 
 
 def test_layers_get_other_numbers_and_stay_in_the_order_of_their_numbers():

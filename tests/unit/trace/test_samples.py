@@ -92,3 +92,47 @@ def test_lists_of_different_lengths_and_other_options() -> None:
         RoutingTrace.from_samples([[5]], [TWO], **SIZES, last_token="none")
     with pytest.raises(TraceError, match="sample 0: token -1 at position 0"):
         RoutingTrace.from_samples([[-1]], [TWO], **SIZES)
+
+
+def random_rows(num_rows: int) -> np.ndarray:
+    return np.random.default_rng(0).random((num_rows, 2, 8)).argsort(axis=2)[:, :, :2]
+
+
+def test_a_route_of_the_last_token_means_that_rows_may_be_late() -> None:
+    rows, ids = random_rows(7), list(range(20, 27))
+    with pytest.raises(
+        TraceError, match=r"MRR302: sample 0: 7 rows of routes for 7 tokens.*\(BOS\), every row is one token late"
+    ):
+        RoutingTrace.from_samples([ids], [rows], **SIZES)
+    for last, expected in (("unrouted", 6), ("routed", 7)):
+        assert RoutingTrace.from_samples([ids], [rows], **SIZES, last_token=last).replay_mask.sum() == expected
+    mask = [[True] * 6 + [False]]
+    assert RoutingTrace.from_samples([ids], [rows], **SIZES, replay_mask=mask).replay_mask.sum() == 6
+    for filler in (-1, 0, [0, 1], [[0, 1], [0, 0]]):  # none, or what clients fill in
+        rows[-1] = filler
+        assert RoutingTrace.from_samples([ids], [rows], **SIZES).replay_mask.sum() == 6
+
+
+def test_one_row_of_minus_one_in_front_of_routes_is_refused_and_more_are_a_message() -> None:
+    rows, ids = random_rows(7), list(range(20, 28))
+    rows[0] = -1
+    for options in ({}, {"last_token": "unrouted"}):
+        with pytest.raises(TraceError, match=r"MRR302: sample 0: row 0 alone is -1.*one token late"):
+            RoutingTrace.from_samples([ids], [rows], **SIZES, **options)
+    trace = RoutingTrace.from_samples([ids], [rows], **SIZES, replay_mask=[[False] + [True] * 7])
+    assert trace.replay_mask.tolist() == [False] + [True] * 6 + [False]
+    rows[1] = -1
+    assert RoutingTrace.from_samples([ids], [rows], **SIZES).replay_mask.tolist() == [False] * 2 + [True] * 5 + [False]
+    rows[:] = -1  # a sample without any route
+    assert not RoutingTrace.from_samples([ids], [rows], **SIZES).replay_mask.any()
+
+
+def test_one_row_over_many_tokens_is_stale() -> None:
+    sizes, ids = {"num_experts": 16, "layer_numbers": range(1, 7)}, list(range(20, 101))
+    rows = np.random.default_rng(0).random((80, 6, 16)).argsort(axis=2)[:, :, :2]
+    rows[10:70] = rows[10]
+    message = r"MRR103: sample 0: rows 10 to 69 are one and the same row .* 60 different tokens"
+    with pytest.raises(TraceError, match=message):
+        RoutingTrace.from_samples([ids], [rows], **sizes)
+    rows[10:70] = -1
+    assert RoutingTrace.from_samples([ids], [rows], **sizes).replay_mask.sum() == 20

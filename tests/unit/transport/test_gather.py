@@ -9,7 +9,7 @@ from megatron_router_replay import RoutingTrace
 from megatron_router_replay.errors import TraceError
 from megatron_router_replay.trace.header import TraceFormat
 from megatron_router_replay.transport import TransportError, TransportTimes
-from megatron_router_replay.transport.gather import TraceRows, views_of_bytes
+from megatron_router_replay.transport.gather import TraceRows, check_rows, views_of_bytes
 
 
 def _trace(num_tokens: int, *, first: int = 0, token_ids: bool = True) -> RoutingTrace:
@@ -104,3 +104,16 @@ def test_seconds_of_both_sides_are_added_also_of_a_block_that_raises_and_taken_o
     assert metrics["t/training_receive_s"] > 0
     assert times.take()["rollout_send"] == 2.5
     assert times.take() == times.metrics() == {}
+
+
+def test_rows_of_a_source_are_checked_as_decoded_ones_are():
+    format = TraceFormat(layer_numbers=(1, 2), topk=2, num_experts=4)
+    memory = format.empty(3)
+    memory["topk_indices"][:], memory["replay_mask"][:] = torch.tensor([3, 1]), torch.tensor([True, False, True])
+    memory["topk_indices"][1] = 9  # it has no route
+    check_rows(memory, format)
+    assert memory["topk_indices"].tolist() == [[[3, 1]] * 2, [[2, 3]] * 2, [[3, 1]] * 2]
+    for wrong in ([4, 1], [3, 3]):
+        memory["topk_indices"][2, 1] = torch.tensor(wrong)
+        with pytest.raises(TraceError, match="MRR103: row 2, layer 2"):
+            check_rows(memory, format)

@@ -1,0 +1,333 @@
+"""Find the trace rows of a forward by the inputs of its model chunk, on the host.
+
+once a trace          samples_of        its samples, in the order of their tokens
+once a micro-batch    RowLookup.find    the call's tokens -> segments -> samples -> rows
+                      number_tokens     of a recording: the call's tokens -> segments -> samples of their own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from megatron_router_replay.checks import warn
+from megatron_router_replay.errors import LayoutError, ReplayStateError
+from megatron_router_replay.mcore.batches import misfit
+from megatron_router_replay.mcore.batches.inputs import (
+    ForwardInputs,
+    TokenReader,
+    context_parallel_group,
+    received_shape,
+)
+from megatron_router_replay.mcore.batches.misfit import Misfit, Names
+from megatron_router_replay.mcore.batches.rows import RowInputs
+from megatron_router_replay.mcore.batches.samples import (
+    PADDING_ALONE,
+    Reading,
+    SortedSamples,
+    keys_of,
+    samples_of,
+    unlike,
+)
+from megatron_router_replay.mcore.batches.segments import Partition, Segments
+from megatron_router_replay.mcore.core.streams import to_host
+from megatron_router_replay.trace import RoutingTrace
+
+
+class _Limits(NamedTuple):
+    """Flat positions of each segment's tokens, [S].
+
+    Args:
+        low: the first one behind declared padding.
+        high: past the last one that is no declared padding.
+        doubt: from there on, tokens may be padding.
+    """
+
+    low: Any
+    high: Any
+    doubt: Any
+
+
+def _limits(segments: Segments, tokens: Any, declared: tuple[int, ...] | None) -> _Limits:
+    start, stop = segments.start, segments.stop
+    if segments.is_bounded or not tokens.size or declared == ():
+        return _Limits(start, stop, stop)
+    if declared is None:
+        # The last token, and all equal ones in front of it, may be padding.
+        runs = np.flatnonzero(tokens[1:] != tokens[:-1]) + 1
+        at = np.searchsorted(runs, stop - 1, side="right")
+        return _Limits(start, stop, np.maximum(np.append(0, runs)[at], start))
+    is_padding = tokens == declared[0] if len(declared) == 1 else np.isin(tokens, declared)
+    others = np.flatnonzero(~is_padding)
+    first, past = np.searchsorted(others, start), np.searchsorted(others, stop)
+    low, high = start.copy(), start.copy()
+    some = past > first
+    high[some] = others[past[some] - 1] + 1
+    if segments.searches_left:
+        low[some] = others[first[some]]
+    return _Limits(low, high, high)
+
+
+class RowLookup:
+    """Find the trace rows of a session's forwards.
+
+    Args:
+        trace: of the session, with tokens and samples.
+        padding_token_ids: the tokens of padding; None: not declared.
+        cp_partition_mode: how context-parallel ranks share sequences; None: that of packed_seq_params, else zigzag.
+    """
+
+    def __init__(
+        self, trace: RoutingTrace, *, padding_token_ids: Sequence[int] | None, cp_partition_mode: Partition | None
+    ) -> None:
+        self._reader = TokenReader(padding_token_ids=padding_token_ids, cp_partition_mode=cp_partition_mode)
+        self._padding = self._reader.padding_token_ids
+        self._trace = trace
+        self._compared: set[Any] = set()
+
+    def find(self, module: nn.Module, inputs: ForwardInputs, where: str) -> RowInputs:
+        """Return the rows of a forward on this rank.
+
+        RowInputs.token_ids is None on a later stage whose input_ids have another shape than its hidden states.
+
+        Args:
+            module: the innermost chunk.
+            where: the rank, chunk and micro-batch, for messages.
+
+        Raises:
+            ReplayStateError: the call has no ids.
+            LayoutError: tokens are of no sample of the trace, or of several that are unlike, or may be padding.
+        """
+        ids = inputs.input_ids
+        if ids is None:
+            raise ReplayStateError(
+                f"MRR424: {where}: {type(module).__name__} got no input_ids, so its rows cannot be found. Pass input_ids to "
+                "every pipeline stage, open the session on the inner model that takes them, or give rows [b, s] by "
+                "session.microbatch(rows, model) before the forward."
+            )
+        group, shape = context_parallel_group(module, inputs.packed_seq_params), received_shape(module)
+        rank = 0 if group is None else group.rank()
+        # A later stage may get its tokens as they were before packing or splitting: each rank has whole sequences then.
+        is_raw = shape is not None and shape != tuple(ids.shape)
+        if not is_raw:
+            segments, tokens = self._reader.read(inputs, group)
+            readings = self._read(segments, tokens, where)
+            start, count, row, live = _columns(readings)
+            rows, padding = segments.rows(segments.start + start, count, row, live)
+            if len(segments.jumps) and _jumps_inside(rows, segments.jumps):
+                raise LayoutError(
+                    f"MRR206: {where}: position_ids restart or jump within the tokens of one sample, so this row holds "
+                    "several sequences: give the model packed_seq_params."
+                )
+        else:
+            assert shape is not None, "a later stage"
+            segments, readings, rows, padding = self._of_raw_tokens(inputs, shape, group, where)
+        return RowInputs(
+            rows=segments.of_rank(rows, rank),
+            token_ids=None if is_raw else segments.of_rank(tokens, rank),
+            padding=None if padding is None else segments.of_rank(padding, rank),
+            num_ambiguous=sum(each.is_ambiguous for each in readings),
+        )
+
+    def _of_raw_tokens(self, inputs: ForwardInputs, shape: tuple[int, int], group: Any, where: str) -> Any:
+        """Return the segments that a later stage computes, the readings of its tokens, and rows and padding, [total]."""
+        raw, tokens = self._reader.read(
+            ForwardInputs(input_ids=inputs.input_ids, padding_mask=inputs.padding_mask), None
+        )
+        segments = self._reader.segments_of(inputs, shape, group, *to_host([inputs.bounds, inputs.unpadded]))
+        num_computed = len(segments.begin) - (inputs.bounds is not None)  # without the rest of a packed row
+        if num_computed != len(raw.begin):
+            raise LayoutError(
+                f"MRR201: {where}: this pipeline stage was given input_ids of {len(raw.begin)} sequences and computes "
+                f"{num_computed}: pass it the ids as the first stage gets them."
+            )
+        lengths = (segments.stop - segments.begin)[:num_computed]
+        if inputs.bounds is not None and self._padding is None and not raw.is_bounded:
+            # Packed sequences are as long as this says, so what follows is padding.
+            raw = replace(raw, stop=np.minimum(raw.stop, raw.begin + lengths))
+        readings = self._read(raw, tokens, where)
+        start, count, row, live = _columns(readings)
+        # Packed sequences begin without padding, and may be cut on the right; split rows are where they were.
+        offset = (raw.start - raw.begin + start) * (inputs.bounds is None and raw.total == segments.total)
+        lengths = lengths - offset
+        count = np.minimum(count, lengths)
+        live = np.minimum(live, lengths - count)
+        first = segments.begin.copy()
+        first[:num_computed] += offset
+        rest = np.zeros(len(first) - num_computed, np.int64)
+        count, row, live = (np.concatenate([each, rest]) for each in (count, row, live))
+        return segments, readings, *segments.rows(first, count, row, live)
+
+    def _read(self, segments: Segments, tokens: Any, where: str) -> list[Reading]:
+        """Return the Reading of each segment.
+
+        Raises:
+            LayoutError: a segment has none, or several.
+        """
+        samples, keys = samples_of(self._trace), keys_of(tokens)
+        limits = _limits(segments, tokens, self._padding)
+        runs = samples.leading_runs(self._padding) if segments.searches_left and self._padding else set()
+        readings: list[Reading] = []
+        problems: list[tuple[int, Misfit]] = []
+        columns = (segments.start, segments.stop, segments.end, *limits)
+        for number, (start, stop, end, low, high, doubt) in enumerate(zip(*(each.tolist() for each in columns))):
+            found: Reading | Misfit | None = None
+            if low >= high:
+                found = PADDING_ALONE
+            elif (low == start or not runs) and not (segments.is_bounded and stop < end):
+                found = samples.read_plain(low - start, keys[4 * low : 4 * stop], high - low, max(0, doubt - low))
+            if found is None:
+                found = self._read_one(samples, segments, number, tokens, keys, limits, runs)
+            if isinstance(found, Misfit):
+                problems.append((number, found))
+            else:
+                readings.append(found)
+        if problems:
+            number, problem = problems[0]
+            more = (
+                f" ({len(problems) - 1} more sequences of this forward cannot be followed either)"
+                if problems[1:]
+                else ""
+            )
+            place = f"{where}, {segments.place(int(segments.start[number]) + problem.at)}, sequence {number}"
+            raise LayoutError(problem.message(place) + more)
+        self._warn_of_bos(segments, tokens, readings, where)
+        return readings
+
+    def _read_one(
+        self,
+        samples: SortedSamples,
+        segments: Segments,
+        number: int,
+        tokens: Any,
+        keys: bytes,
+        limits: _Limits,
+        runs: set[int],
+    ) -> Reading | Misfit:
+        """Return how a segment is read, the only way."""
+        start, stop, low, high, doubt = (int(each[number]) for each in (segments.start, segments.stop, *limits))
+        # Behind all of the padding in front, or behind a part of it: a sample may begin with tokens of padding.
+        starts = (
+            [low, *sorted({start, *(low - run for run in runs if low - run > start)} - {low})] if low > start else [low]
+        )
+        found = [samples.read(at - start, keys[4 * at : 4 * stop], high - at, max(0, doubt - at)) for at in starts]
+        explained = [each for each in found if each.is_explained and each.known]
+        best = max(explained or found, key=lambda each: each.known)
+        names = Names(samples, self._trace.sample_ids)
+        if not explained:
+            return misfit.of_no_sample(
+                names,
+                tokens[start:stop],
+                best,
+                declared=self._padding,
+                is_bounded=segments.is_bounded,
+                may_pad_left=segments.searches_left,
+            )
+        if len(explained) > 1:
+            return misfit.of_two_starts(names, best)
+        key = keys[4 * (start + best.start) : 4 * stop]
+        if best.is_ambiguous and (problem := self._unlike_rivals(names, best, key)):
+            return problem
+        end = int(segments.end[number])
+        if segments.is_bounded and not best.is_whole and stop < end and (tokens[stop:end] != tokens[stop]).any():
+            # Equal tokens are padding, which may go on as the sample by chance.
+            number_known = samples.num_known(keys[4 * start : 4 * end])
+            if number_known > best.known:
+                return misfit.of_masked_tokens(names, best, number_known - best.known)
+        return best
+
+    def _unlike_rivals(self, names: Names, reading: Reading, key: bytes) -> Misfit | None:
+        """Return how samples of a sequence have unlike routes, None: they are alike."""
+        # Micro-batches of a rollout repeat prompts: compare each prefix once in a session.
+        compared = (reading.row, reading.known, reading.is_whole, reading.ended)
+        if compared in self._compared:
+            return None
+        self._compared.add(compared)
+        for other, count in names.samples.rivals(reading, key):
+            if why := unlike(self._trace, reading.row, other, count):
+                return Misfit(
+                    reading.start + count,
+                    f"MRR208: {names.of(reading.row)} and {names.of(other)} of the trace begin with the same {count} tokens, "
+                    f"which a forward got, and {why}: which of them it holds, its tokens do not say. Replay them in "
+                    "different sessions, or give rows by session.microbatch(rows, model).",
+                )
+        return None
+
+    def _warn_of_bos(self, segments: Segments, tokens: Any, readings: list[Reading], where: str) -> None:
+        """Warn if one declared token stands in front of each sequence: a BOS token that the engine did not have."""
+        starts = {each.start for each in readings if each.known}
+        if starts == {1} and segments.searches_left:
+            first = int(segments.start[next(number for number, each in enumerate(readings) if each.known)])
+            warn(
+                "a token in front",
+                f"{where}, {segments.place(first)}: one token {int(tokens[first])} stands in front of each sequence, "
+                "declared as padding. If it is a BOS token that the engine did not have, routes are those of other prefixes.",
+                once=True,
+            )
+
+
+def _columns(readings: list[Reading]) -> Any:
+    """Return start, count, row and live of readings, [S] each."""
+    return np.array([each[:4] for each in readings], dtype=np.int64).reshape(-1, 4).T
+
+
+def _jumps_inside(rows: Any, jumps: Any) -> bool:
+    # Neighbouring rows are neighbours in one sample, so their position_ids must not jump.
+    return bool(((rows[jumps] > 0) & (rows[jumps] == rows[jumps - 1] + 1)).any())
+
+
+def number_tokens(reader: TokenReader, module: nn.Module, inputs: ForwardInputs, where: str) -> RowInputs:
+    """Number the tokens of a recorded forward in the order of its samples, from 0.
+
+    Raises:
+        ReplayStateError: the call has no ids, or this stage has them in another layout than its hidden states.
+        LayoutError: rows of a batch, or sequences that begin or end with equal tokens, may be padded.
+    """
+    ids, shape = inputs.input_ids, received_shape(module)
+    if ids is None or (shape is not None and shape != tuple(ids.shape)):
+        given = "no input_ids" if ids is None else f"input_ids {list(ids.shape)} for hidden states {list(shape or ())}"
+        raise ReplayStateError(
+            f"MRR424: {where}: {type(module).__name__} got {given}, so the tokens that it routes are not known. Pass the "
+            "ids of the first stage to every pipeline stage, or give rows [b, s] by recording.microbatch(rows, model)."
+        )
+    group = context_parallel_group(module, inputs.packed_seq_params)
+    segments, tokens = reader.read(inputs, group)
+    if reader.padding_token_ids is None and not segments.is_bounded:
+        # A padding token in a sample, or a sample without its last token, would make a wrong trace: the caller decides.
+        what = ""
+        if segments.searches_left and segments.shape[0] > 1:
+            what = f"input_ids {list(segments.shape)} are rows of a batch, which may be padded"
+        elif _ends_in_equal_tokens(segments, tokens):
+            what = "sequences begin or end with several equal tokens, which may be padding"
+        if what:
+            raise LayoutError(
+                f"MRR207: {where}: {what}. Say mrr.record(..., padding_token_ids=[...]), where [] says that there is no "
+                "padding, or give the model padding_mask or unpadded cu_seqlens_q."
+            )
+    start, stop, _ = _limits(segments, tokens, reader.padding_token_ids or ())
+    count = stop - start
+    count[start > stop] = 0  # padding alone
+    start = np.minimum(start, stop)
+    rows, padding = segments.rows(start, count, count.cumsum() - count, np.zeros_like(count))
+    rank = 0 if group is None else group.rank()
+    return RowInputs(
+        rows=segments.of_rank(rows, rank),
+        # A copy: trainers reuse the buffer, and a recording keeps it until the trace is made.
+        token_ids=segments.of_rank(tokens, rank).clone(),
+        padding=None if padding is None else segments.of_rank(padding, rank),
+        lengths=torch.from_numpy(count),
+    )
+
+
+def _ends_in_equal_tokens(segments: Segments, tokens: Any) -> bool:
+    for start, stop in zip(segments.start.tolist(), segments.stop.tolist()):
+        if stop - start > 1 and (
+            tokens[stop - 1] == tokens[stop - 2] or (segments.searches_left and tokens[start] == tokens[start + 1])
+        ):
+            return True
+    return False

@@ -1,0 +1,85 @@
+"""A micro-batch of a chunk: the routes of one forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from megatron_router_replay.errors import ReplayStateError
+from megatron_router_replay.mcore.batches.upload import LayerRoutes
+from megatron_router_replay.mcore.core.streams import to_device
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Microbatch:
+    """A micro-batch of a chunk: the experts of its routers.
+
+    Args:
+        shape: (positions, sequences) of the tokens as this rank's routers get them, [s, b, h] without h.
+        batch_shape: (b, s) of the tokens as this rank's model gets them.
+        counts: kind ("rows", "live", "padding") -> number of rows.
+        num_routers: routers of the chunk that route it.
+        routes: the experts that they replay; None: they route live, for a recording.
+        live_positions: [num_live] int64, positions of the rows that the live router decides, on the routers' device once the
+            forward has begun; None: there are none.
+        replay_mask: [num_tokens] bool on the same device, True: the row has a route that is replayed; None: all are.
+        rows: [num_tokens] int64, rows of the trace or of a recording as this rank's routers see them, -1: there is none.
+        token_ids: [b, s] integers, the tokens that its forward must get, below 0 where they are not known; None: none is.
+        batch_rows: [b, s] int64, the rows of the trace that have these tokens; None: the trace has none.
+        checked_layer: position of the layer that also takes its live top-k, -1: all do; None: none does.
+        lengths: [S] int64, tokens of each sample that a recording numbers itself; None: rows were given by hand.
+        used: position -> [num_tokens, topk], the experts that a recording keeps; None: nothing is recorded.
+        digest: of its rows, the same on all pipeline stages.
+        is_by_hand: its rows were given by the caller; False: found by its tokens.
+        number: of the micro-batches of its chunk.
+        routed: positions of the routers that have routed it.
+    """
+
+    shape: tuple[int, int]
+    batch_shape: tuple[int, int]
+    counts: dict[str, int]
+    num_routers: int
+    routes: LayerRoutes | None = None
+    live_positions: Tensor | None = None
+    replay_mask: Tensor | None = None
+    rows: Tensor | None = None
+    token_ids: Tensor | None = None
+    batch_rows: Tensor | None = None
+    checked_layer: int | None = None
+    lengths: Tensor | None = None
+    used: dict[int, Any] | None = None
+    digest: int = 0
+    is_by_hand: bool = False
+    number: int = -1
+    routed: set[int] = field(default_factory=set)
+
+    @property
+    def is_routed(self) -> bool:
+        """True if every router has routed it."""
+        return len(self.routed) == self.num_routers
+
+    def upload(self, device: Any) -> None:
+        """Copy the masks to the routers' device, in the stream of the forward."""
+        if self.live_positions is not None:
+            self.live_positions = to_device(self.live_positions, device)
+        if self.replay_mask is not None:
+            self.replay_mask = to_device(self.replay_mask, device)
+
+    def free(self) -> None:
+        """Drop its tensors: the graph keeps those of recomputes, and it may stay the current one for long."""
+        self.routes = self.live_positions = self.replay_mask = None
+        self.rows = self.batch_rows = self.token_ids = self.used = None
+
+    def check_shape(self, where: str, shape: tuple[int, ...]) -> None:
+        """Raise unless a router's tokens, [s, b], are those of this micro-batch."""
+        expected = self.shape
+        # Megatron's [s, b, h]; a router that gets [n, h] has lost the order of the tokens, unless there is one sequence.
+        if tuple(shape) != expected and not (len(shape) == 1 and expected[1] == 1 and shape[0] == expected[0]):
+            raise ReplayStateError(
+                f"MRR201: {where}, micro-batch {self.number}: the router routes tokens of [s, b] = {list(shape)} on "
+                f"this rank, the routes are for {list(expected)}: they must have the shape of this micro-batch's "
+                "input_ids, [b, s]. If the model inserts positions itself (images), open the session on its language "
+                "model, and give it the rows that this gets."
+            )

@@ -1,0 +1,194 @@
+"""Say why the tokens of a sequence are those of no sample, or of several, and what to do."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from megatron_router_replay.mcore.batches.samples import Reading, SortedSamples, keys_of
+
+_CHANCE = 8
+"""Up to so many equal tokens, a sequence and the beginning of a sample may be equal by chance."""
+
+
+class Misfit(NamedTuple):
+    """An error about a sequence.
+
+    Args:
+        at: the position in the segment that it is about.
+        text: the code, what was seen, and what to do.
+    """
+
+    at: int
+    text: str
+
+    def message(self, place: str) -> str:
+        """Return the error's message; place: where it is."""
+        code, text = self.text.split(": ", 1)
+        return f"{code}: {place}: {text}"
+
+
+class Names:
+    """Names of a trace's samples, for messages."""
+
+    def __init__(self, samples: SortedSamples, sample_ids: Any) -> None:
+        self.samples, self._ids = samples, sample_ids
+
+    def of(self, row: int) -> str:
+        """Return how a message calls the sample of a row."""
+        sample, _ = self.samples.name(row)
+        return f"sample {sample}" + (f" ({self._ids[sample]!r})" if self._ids is not None else "")
+
+
+def of_no_sample(
+    names: Names,
+    tokens: Any,
+    reading: Reading,
+    *,
+    declared: tuple[int, ...] | None,
+    is_bounded: bool,
+    may_pad_left: bool,
+) -> Misfit:
+    """Return why a sequence is not explained.
+
+    Args:
+        tokens: of the segment, [n], with padding around the sequence.
+        reading: its best one.
+        declared: the tokens of padding; None: not declared.
+        is_bounded: the number of tokens is known, so there is no padding.
+        may_pad_left: padding may precede the sequence.
+    """
+    samples, at = names.samples, reading.start + reading.known
+    rest = tokens[at : at + reading.live]
+    token, run = int(rest[0]), _run(rest)
+    is_constant = run == len(rest)
+    argument = f"padding_token_ids={[*(declared or ()), token]}"
+    if not reading.known:
+        return _of_no_beginning(names, rest, at, run, argument, is_bounded=is_bounded, may_pad_left=may_pad_left)
+    sample = names.of(reading.row)
+    if is_constant and not is_bounded and (reading.is_whole or run > 1):
+        whose = "all tokens" if reading.is_whole else f"the first {reading.known} tokens"
+        return Misfit(
+            at,
+            f"MRR207: token {token} stands {run} times to the end, behind {whose} of {sample}. If it is padding, say "
+            f"{argument}, or give the model padding_mask or unpadded cu_seqlens_q.",
+        )
+    padding = ""
+    if not is_bounded:
+        may_pad_left = may_pad_left and _run(tokens) > reading.known  # the padding may be the samples' first token, too
+        padding = _advice(tokens, rest, declared or (), may_pad_left=may_pad_left)
+    if reading.is_whole:
+        known = samples.num_known(keys_of(rest))
+        if known > 1 or known == len(rest):
+            following = names.of(samples.read(0, keys_of(rest[:known]), known, known).row)
+            return Misfit(
+                at,
+                f"MRR206: it holds all {reading.known} tokens of {sample}, and {following} begins here: give the model "
+                f"packed_seq_params, whose cu_seqlens say where sequences begin.{padding}",
+            )
+        return Misfit(
+            at,
+            f"MRR206: it holds all {reading.known} tokens of {sample}, and from position {reading.known} on (token {token}) "
+            f"more than one token that is no padding.{padding or ' If it is padding, give padding_mask.'}",
+        )
+    if reading.known <= _CHANCE and (inside := _inside(samples, tokens[reading.start :], reading.known)):
+        return Misfit(reading.start, _cut_on_the_left(names, inside) + padding)
+    return Misfit(
+        at,
+        f"MRR206: its first {reading.known} tokens are those of {sample}, which has token "
+        f"{int(samples.token_ids[reading.row + reading.known])} at position {reading.known}, but it has token {token} there. "
+        f"Were the tokens of the rollout tokenized again, or changed?{padding}",
+    )
+
+
+def _advice(tokens: Any, rest: Any, declared: tuple[int, ...], *, may_pad_left: bool) -> str:
+    """Return what to say if the tokens at an end of a sequence are padding, "": none may be.
+
+    Args:
+        tokens: of the sequence, [n].
+        rest: those behind its sample.
+        may_pad_left: equal tokens in front may be padding, too.
+    """
+    ends = [int(tokens[0])] if may_pad_left and _run(tokens) > 1 else []
+    if _run(rest[::-1]) > 1 or len(rest) == 1:
+        ends.append(int(rest[-1]))
+    new = [token for token in dict.fromkeys(ends) if token not in declared]
+    if not new:
+        return ""
+    which = " or ".join(map(str, new))
+    return f" If token {which} is padding, say padding_token_ids={[*declared, *new]}."
+
+
+def _of_no_beginning(
+    names: Names, tokens: Any, at: int, run: int, argument: str, *, is_bounded: bool, may_pad_left: bool
+) -> Misfit:
+    samples, token = names.samples, int(tokens[0])
+    known = samples.num_known(keys_of(tokens[run:]))
+    begins = known > 1 or (known and known == len(tokens) - run)
+    if not is_bounded and (run == len(tokens) > 1 or (run > 1 and begins and may_pad_left)):
+        where = "fills it" if run == len(tokens) else f"stands {run} times in front of it"
+        return Misfit(
+            at,
+            f"MRR207: token {token} {where}, and no sample of the trace begins so. If it is padding, say {argument}, or give "
+            "the model padding_mask or unpadded cu_seqlens_q.",
+        )
+    if begins:
+        row = samples.read(0, keys_of(tokens[run : run + known]), known, known).row
+        padding = "" if is_bounded or not may_pad_left else f" If it is padding, say {argument}."
+        return Misfit(
+            at,
+            f"MRR206: no sample of the trace begins with token {token}, but from the next one on it holds {names.of(row)}. "
+            "Is it a BOS token that the engine did not have? Then give the engine the same token ids, or leave it out in "
+            f"training: routes with and without it differ.{padding}",
+        )
+    if inside := _inside(samples, tokens, 0):
+        return Misfit(at, _cut_on_the_left(names, inside))
+    return Misfit(
+        at,
+        f"MRR206: no sample of the trace begins with token {token}, nor with what follows it. Is this batch of another "
+        "rollout, or was it cut on the left? An evaluation runs inside `with session.paused():`."
+        + ("" if is_bounded else f" If it is padding, say {argument}."),
+    )
+
+
+def _inside(samples: SortedSamples, tokens: Any, known: int) -> tuple[int, int] | None:
+    """Return the (sample, position) whose tokens a sequence begins with, more than `known` of them; None: there is none."""
+    size = min(len(tokens), 2 * _CHANCE)
+    while size > max(1, known):
+        if found := samples.find_inside(keys_of(tokens[:size])):
+            return found
+        size -= 1
+    return None
+
+
+def _cut_on_the_left(names: Names, inside: tuple[int, int]) -> str:
+    sample, position = inside
+    name = names.of(names.samples.bounds[sample])
+    return (
+        f"MRR206: it begins with the tokens of {name} from position {position} on: it was cut on the left, and routes depend "
+        "on all tokens before. Train on whole samples, or on ones that are cut on the right."
+    )
+
+
+def of_two_starts(names: Names, reading: Reading) -> Misfit:
+    """Return that padding in front of a sequence may be tokens of it."""
+    return Misfit(
+        reading.start + reading.known,
+        f"MRR206: tokens before {names.of(reading.row)} may be padding or may belong to another sample of the trace, which "
+        "also has them. Give the model padding_mask, or unpadded cu_seqlens_q beside cu_seqlens_q_padded.",
+    )
+
+
+def of_masked_tokens(names: Names, reading: Reading, number: int) -> Misfit:
+    """Return that a mask covers the tokens that continue a sample."""
+    return Misfit(
+        reading.known,
+        f"MRR207: padding_mask, or unpadded cu_seqlens_q, end this sequence after {reading.known} tokens of "
+        f"{names.of(reading.row)}, and the next {number} tokens are the sample's own. Is it a loss mask? padding_mask is "
+        "True where padding is.",
+    )
+
+
+def _run(tokens: Any) -> int:
+    """Return how many equal tokens come first."""
+    others = (tokens != tokens[0]).nonzero()[0]
+    return int(others[0]) if others.size else len(tokens)

@@ -1,0 +1,168 @@
+"""Join the parts that ranks recorded of one batch: all layers and all rows, piece by piece.
+
+Rows are global names of tokens. Pipeline stages bring other layers, data-, context- and sequence-parallel ranks other rows; a
+row that two parts have is compared. `merge_traces` gives whole parts, `recording.gather` the messages of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_router_replay.errors import TraceError
+from megatron_router_replay.trace.ids import index_dtype, spread_experts
+from megatron_router_replay.trace.routing_trace import RoutingTrace
+from megatron_router_replay.trace.runs import as_slice
+
+UNKNOWN = -1
+"""token_ids and weight_version of a row where no part has one."""
+
+_BLOCK_BYTES = 16 << 20
+"""Bytes of routes that get filler at a time: the filler of all would take half as much memory as they do."""
+
+
+class PartJoiner:
+    """The whole of a batch, while parts are added.
+
+    Args:
+        num_tokens, layer_numbers, num_experts, topk, device: of the whole.
+        earlier: returns the name of a part that has a row in a layer, for messages.
+
+    Attributes:
+        has_route: [num_tokens, layers] bool, True: a part has it.
+        block_rows: how many rows to add at a time, so that temporary memory stays small.
+    """
+
+    def __init__(
+        self,
+        num_tokens: int,
+        layer_numbers: Sequence[int],
+        *,
+        num_experts: int,
+        topk: int,
+        device: torch.device | None = None,
+        earlier: Callable[[int, int], str],
+    ) -> None:
+        self.layer_numbers, self._num_experts, self._topk = tuple(layer_numbers), num_experts, topk
+        self._earlier, self._num_tokens, self._device = earlier, num_tokens, device
+        shape = num_tokens, len(self.layer_numbers), topk
+        self._topk_indices = torch.empty(shape, dtype=index_dtype(num_experts), device=device)
+        self.has_route = torch.zeros(shape[:2], dtype=torch.bool, device=device)
+        self._per_token: dict[str, Tensor] = {}
+        self.block_rows = max(1, _BLOCK_BYTES // max(1, shape[1] * topk * self._topk_indices.element_size()))
+
+    def add(
+        self, name: str, layer_numbers: Sequence[int], rows: slice | Tensor, values: Mapping[str, Tensor | None]
+    ) -> None:
+        """Place some rows of a part, and compare them with what parts before it have of them.
+
+        Args:
+            name: of the part, for messages.
+            layer_numbers: of the part, some of the whole's.
+            rows: of the whole, n different ones, [n] int64 if they are no slice.
+            values: topk_indices [n, layers of the part, topk], replay_mask [n], and token_ids and weight_version, [n], where
+                the part has them.
+
+        Raises:
+            TraceError: they differ.
+        """
+        columns: Any = as_slice([self.layer_numbers.index(number) for number in layer_numbers])
+        rows_and_columns = rows, columns
+        if isinstance(rows, Tensor) and isinstance(columns, list):
+            rows_and_columns = rows.unsqueeze(1), torch.tensor(columns, dtype=torch.int64)
+        routes, recorded = (_known(values[each]).to(self._device) for each in ("topk_indices", "replay_mask"))
+        recorded = recorded.unsqueeze(1)
+        before, known = self._topk_indices[rows_and_columns], self.has_route[rows_and_columns]
+        different = (known & recorded & (before != routes).any(dim=2)).nonzero()
+        if len(different):
+            self._check_same_sets(name, layer_numbers, rows, different, before, routes)
+        # Where nothing was known before, any ids may be overwritten: rows without a route are filled afterwards.
+        self._topk_indices[rows_and_columns] = torch.where(known.unsqueeze(2), before, routes)
+        self.has_route[rows_and_columns] = known | recorded
+        for each in ("token_ids", "weight_version"):
+            if (of_part := values.get(each)) is not None:
+                self._add_per_token(name, each, rows, of_part.to(self._device))
+
+    def _check_same_sets(
+        self,
+        name: str,
+        layer_numbers: Sequence[int],
+        rows: slice | Tensor,
+        different: Tensor,
+        before: Tensor,
+        routes: Tensor,
+    ) -> None:
+        """Raise unless `routes` and those `before` only differ in the order of their experts.
+
+        Args:
+            different: [n, 2], row and layer where they are not the same.
+            before, routes: [rows, the part's layers, topk].
+        """
+        row, layer = different[:, 0], different[:, 1]
+        differ = (before[row, layer].sort(dim=1).values != routes[row, layer].sort(dim=1).values).any(dim=1)
+        if not bool(differ.any()):
+            return
+        at, k = (int(i) for i in different[differ][0])
+        number, first = layer_numbers[k], _row_at(rows, at)
+        layers = sorted({layer_numbers[i] for i in layer[differ].tolist()})
+        raise TraceError(
+            f"MRR109: {self._earlier(first, number)} and {name} disagree on row {first}, layer {number}: "
+            f"{before[at, k].tolist()} and {routes[at, k].tolist()} ({int(differ.sum())} such rows in layers {layers}). "
+            "Were they recorded in the same step, with the same rows? Different samples are joined by concat_traces."
+        )
+
+    def _add_per_token(self, name: str, field: str, rows: slice | Tensor, values: Tensor) -> None:
+        if field not in self._per_token:
+            unknown = torch.full((self._num_tokens,), UNKNOWN, dtype=torch.int32, device=self._device)
+            self._per_token[field] = unknown
+        before = self._per_token[field][rows]
+        wrong = ((before != UNKNOWN) & (values != UNKNOWN) & (before != values)).nonzero()[:, 0]
+        if wrong.numel():
+            at = int(wrong[0])
+            raise TraceError(
+                f"MRR109: {name} has {field}={int(values[at])} in row {_row_at(rows, at)}, an earlier part "
+                f"{int(before[at])} ({wrong.numel()} such rows): they number their rows differently, or are of different "
+                "steps."
+            )
+        self._per_token[field][rows] = torch.where(values != UNKNOWN, values, before)
+
+    @property
+    def replay_mask(self) -> Tensor:
+        """Return [num_tokens] bool, True: a part has a route in each layer."""
+        # Of no layers at all (stages without MoE layers alone), all() would be True.
+        return self.has_route.all(dim=1) & self.has_route.any(dim=1)
+
+    def trace(self, **metadata: Any) -> RoutingTrace:
+        """Return the whole; the joiner is used up.
+
+        Args:
+            metadata: sequence_lengths and sample_ids.
+        """
+        mask = self.replay_mask
+        for start in range(0, self._num_tokens, self.block_rows):
+            block = slice(start, min(start + self.block_rows, self._num_tokens))
+            unrouted = ~mask[block]
+            if bool(unrouted.any()):
+                filler = spread_experts(start, len(unrouted), topk=self._topk, num_experts=self._num_experts)
+                self._topk_indices[block][unrouted] = filler.to(unrouted.device)[unrouted].unsqueeze(1)
+        return RoutingTrace.from_checked(
+            topk_indices=self._topk_indices,
+            layer_numbers=self.layer_numbers,
+            num_experts=self._num_experts,
+            replay_mask=mask,
+            token_ids=self._per_token.get("token_ids"),
+            weight_version=self._per_token.get("weight_version"),
+            **metadata,
+        )
+
+
+def _known(values: Tensor | None) -> Tensor:
+    assert values is not None, "every part has it"
+    return values
+
+
+def _row_at(rows: slice | Tensor, at: int) -> int:
+    return int(rows[at]) if isinstance(rows, Tensor) else rows.start + at
