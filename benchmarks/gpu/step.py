@@ -111,6 +111,7 @@ class Step:
             layer_numbers=own.layer_numbers,
             num_experts=own.num_experts,
             token_ids=own.token_ids,
+            sequence_lengths=[self.rows.shape[-1]] * NUM,
         )
 
     @property
@@ -173,6 +174,8 @@ class Step:
             "replay, rows": session(replay, rows),
             "replay, rows, fused router": session(replay, rows, fused=True),
             "replay, rows on the GPU": session(replay, gpu_rows, waits=1),
+            "replay, tokens": session(partial(replay, padding_token_ids=[]), waits=1),
+            "record, tokens": session(partial(mrr.record, model, padding_token_ids=[]), exact="forward", waits=1),
             "record": session(partial(mrr.record, model), rows, exact="forward"),
             "freeze": session(partial(mrr.freeze_recompute, model), exact="forward"),
             "drop-in": Way(opened=self._drop_in),
