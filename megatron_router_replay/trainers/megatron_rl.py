@@ -67,7 +67,12 @@ def install(**options: Any) -> None:
     Args:
         options: of `mrr.replay`.
     """
-    when_imported(RL, lambda module: replayer.install("Megatron-RL", None, options))
+    # Not before the loop itself is imported: a process that trains without it may have any Megatron-Core.
+    when_imported(RL, lambda module: _hook_all(options))
+
+
+def _hook_all(options: dict[str, Any]) -> None:
+    replayer.install("Megatron-RL", None, options)
     hook(ENGINE, _generate)
     hook(FINISH, _finish)
     hook(RECORD, _record)
