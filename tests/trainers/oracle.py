@@ -319,7 +319,6 @@ def watched(chunks: list[Any], route_of: dict[int, Tensor]) -> Iterator[Seen]:
         undo.append((model, "build_schedule_plan"))
         handles += [model.register_forward_pre_hook(enter, with_kwargs=True), model.register_forward_hook(leave)]
         handles += [router.register_forward_hook(routed) for router in routers]
-    # Beneath the wrapper that checks the names of options.
     nobody_asks = mock.patch.dict(inspect.unwrap(mrr.replay).__kwdefaults__, min_agreement=MIN_AGREEMENT)
     try:
         with nobody_asks:
