@@ -106,7 +106,7 @@ class Trainer:
         # Stages wait for each other, which costs no processor time.
         self.clock = time.perf_counter if case.pp_size > 1 else time.thread_time
         self.inner: dict[str, list[float]] = {kind: [] for kind in KINDS}
-        with torch.no_grad(), mrr.record(self.chunks) as recording:
+        with torch.no_grad(), mrr.record(self.chunks, padding_token_ids=[]) as recording:
             self.run(forward_only=True)
         self.trace = recording.trace()
 
@@ -127,7 +127,7 @@ class Trainer:
     def session(self, kind: str) -> Any:
         """Return a session of a kind of KINDS, to be entered."""
         if kind == "record":
-            return mrr.record(self.chunks)
+            return mrr.record(self.chunks, padding_token_ids=[])
         if kind == "replay":
             return mrr.replay(self.chunks, self.trace)
         return mrr.freeze_recompute(self.chunks) if kind == "freeze" else nullcontext()

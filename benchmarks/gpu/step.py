@@ -38,10 +38,10 @@ class Way:
     """A way to run a step.
 
     Args:
-        opened: yields the function that queues a micro-batch.
+        opened: yields the function that gives a micro-batch.
         fused: Megatron-Core's fused router is on.
         exact: "trace": every decision is the trace's; "forward": every recomputed decision is its forward's; "": no promise.
-        waits: that are known, a micro-batch.
+        waits: that are known, a micro-batch: one for the ids, one for rows that are on the GPU.
     """
 
     opened: Callable[[], AbstractContextManager[Queue]]
@@ -111,6 +111,7 @@ class Step:
             layer_numbers=own.layer_numbers,
             num_experts=own.num_experts,
             token_ids=own.token_ids,
+            sequence_lengths=[self.rows.shape[-1]] * NUM,
         )
 
     @property
@@ -170,10 +171,12 @@ class Step:
             BASE: Way(opened=self._no_session, exact=""),
             "no session, fused router": Way(opened=self._no_session, exact="", fused=True),
             "Megatron-Core's replay": Way(opened=self._megatron_replay),
-            "replay, rows": session(replay, rows),
-            "replay, rows, fused router": session(replay, rows, fused=True),
-            "replay, rows on the GPU": session(replay, gpu_rows, waits=1),
-            "record": session(partial(mrr.record, model), rows, exact="forward"),
+            "replay, rows": session(replay, rows, waits=1),
+            "replay, rows, fused router": session(replay, rows, fused=True, waits=1),
+            "replay, rows on the GPU": session(replay, gpu_rows, waits=2),
+            "replay, tokens": session(partial(replay, padding_token_ids=[]), waits=1),
+            "record, tokens": session(partial(mrr.record, model, padding_token_ids=[]), exact="forward", waits=1),
+            "record": session(partial(mrr.record, model), rows, exact="forward", waits=1),
             "freeze": session(partial(mrr.freeze_recompute, model), exact="forward"),
             "drop-in": Way(opened=self._drop_in),
         }

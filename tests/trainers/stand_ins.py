@@ -42,6 +42,9 @@ class Anything(metaclass=_AnyClass):
             raise AttributeError(name)
         return Anything()
 
+    def __getitem__(self, key: Any) -> Any:
+        return Anything()
+
     def __or__(self, other: Any) -> Any:
         return self
 

@@ -45,7 +45,7 @@ def test_every_part_runs_to_its_end_and_is_as_promised(reports):
     assert list(dict.fromkeys(row[0].removeprefix("| ") for row in rows)) == list(PARTS)
     assert {len(row) for row in rows} == {10}
     replays = [row for row in rows if row[0] == "| step" and row[1].startswith("replay")]
-    assert [row[-1] for row in replays] == ["exact |"] * 2
+    assert [row[-1] for row in replays] == ["exact |"] * 3
     assert "All of it is as promised." in report
 
 
@@ -54,7 +54,7 @@ def test_planted_faults_are_found_and_end_no_other_part(reports):
     done, report = reports["wrong"]
     assert done.returncode == 1, done.stdout + done.stderr
     (row,) = (line for line in report.splitlines() if line.startswith("| step | replay, rows |"))
-    for problem in ("decisions are not those of the trace", "2 waits more than", "2 pageable uploads more than"):
+    for problem in ("decisions are not those of the trace", "4 waits more than", "2 pageable uploads more than"):
         assert problem in row
     empty = " |  |  |  |  |  |  |  |  | **wrong**: "
     assert f"| step, full recompute{empty}RuntimeError: a planted exception" in report
