@@ -38,10 +38,10 @@ class Way:
     """A way to run a step.
 
     Args:
-        opened: yields the function that queues a micro-batch.
+        opened: yields the function that gives a micro-batch.
         fused: Megatron-Core's fused router is on.
         exact: "trace": every decision is the trace's; "forward": every recomputed decision is its forward's; "": no promise.
-        waits: that are known, a micro-batch.
+        waits: that are known, a micro-batch: one for the ids, one for rows that are on the GPU.
     """
 
     opened: Callable[[], AbstractContextManager[Queue]]
@@ -171,7 +171,6 @@ class Step:
             BASE: Way(opened=self._no_session, exact=""),
             "no session, fused router": Way(opened=self._no_session, exact="", fused=True),
             "Megatron-Core's replay": Way(opened=self._megatron_replay),
-            # A forward's ids come to the host once, also to be compared with rows by hand.
             "replay, rows": session(replay, rows, waits=1),
             "replay, rows, fused router": session(replay, rows, fused=True, waits=1),
             "replay, rows on the GPU": session(replay, gpu_rows, waits=2),

@@ -32,6 +32,7 @@ class Decisions:
         different: [n, L] bool, they name different sets, and no other fact explains it.
         tokens: [n] token ids, -1: unknown.
         is_first: [n] bool, the row is the first of its sample.
+        is_distinct: [n] bool, no earlier row has the same routes in a: a prompt of a group is evidence once.
     """
 
     layer_numbers: Sequence[int]
@@ -41,6 +42,7 @@ class Decisions:
     different: Array
     tokens: Array
     is_first: Array
+    is_distinct: Array
 
 
 def find_clues(decisions: Decisions) -> Iterator[Fact]:
@@ -66,12 +68,17 @@ def _experts(given: Decisions) -> Iterator[Fact]:
         if (count_shared(a, b) == a.shape[1] - 1).mean() < 0.8:
             continue
         gained, lost = (_members(*pair, given.num_experts) for pair in ((b, a), (a, b)))
-        net = gained - lost
+        once = given.is_distinct[rows]
+        gained_once, lost_once = (
+            _members(*pair, given.num_experts) for pair in ((b[once], a[once]), (a[once], b[once]))
+        )
+        net = gained_once - lost_once
         expert = int(np.abs(net).argmax())
-        times, opposite = max(gained[expert], lost[expert]), min(gained[expert], lost[expert])
         # Near-ties go both ways: noise gives an expert about as many decisions as it takes.
-        if times - opposite < max(_SIGMAS * np.sqrt(times + opposite), _SHARE * len(rows)):
+        least = max(_SIGMAS * np.sqrt(gained_once[expert] + lost_once[expert]), _SHARE * once.sum())
+        if once.sum() < _MIN_DECISIONS or abs(net[expert]) < least:
             continue
+        times, opposite = (of[expert] for of in ((gained, lost) if net[expert] > 0 else (lost, gained)))
         verb, other = ("gained", "lost") if net[expert] > 0 else ("lost", "gained")
         back = f", and {other} in {opposite:,}" if opposite else ""
         text = f"expert {expert} of layer {number} was {verb} in {times:,} of {len(rows):,} differing decisions{back}."
@@ -100,10 +107,12 @@ def _token(given: Decisions) -> Iterator[Fact]:
         mine = given.tokens[rows] == token
         with_token = int((given.tokens == token).sum())
         # A row that follows one of the token's own may differ little, as every later row may.
-        if mine.sum() < max(2, 0.9 * with_token):
+        if mine.sum() < 0.9 * with_token or (mine & given.is_distinct[rows]).sum() < 2:
             continue
         others, other_rows = int((~mine).sum()), int(known.sum()) - with_token
-        chance = len(np.unique(given.tokens)) * (max(1, others) / max(1, other_rows)) ** int(mine.sum())
+        chance = len(np.unique(given.tokens)) * (max(1, others) / max(1, other_rows)) ** int(
+            (mine & given.is_distinct[rows]).sum()
+        )
         far = exchanged[mine].min() >= 2 and (exchanged[~mine] < exchanged[mine].min()).all()
         if chance > _CHANCE and not far:
             continue
@@ -141,13 +150,15 @@ def _earlier_expert(given: Decisions) -> Iterator[Fact]:
     lowest = given.different.argmax(axis=1)
     for i in range(1, len(given.layer_numbers)):
         rows = np.flatnonzero(begins & (lowest == i))
-        if len(rows) < _MIN_DECISIONS or given.different[:, :i].any():
+        once = rows[given.is_distinct[rows]]
+        if len(once) < _MIN_DECISIONS or given.different[:, :i].any():
             continue
         used = np.bincount(given.ids_a[rows, i - 1].ravel().astype(np.int64), minlength=given.num_experts)
         of_all = np.bincount(given.ids_a[:, i - 1].ravel().astype(np.int64), minlength=given.num_experts)
         share = of_all / len(given.ids_a)
-        expected = share * len(rows)
-        sigmas = (used - expected) / np.sqrt(np.maximum(expected * (1 - share), 0.25))
+        used_once = np.bincount(given.ids_a[once, i - 1].ravel().astype(np.int64), minlength=given.num_experts)
+        expected = share * len(once)
+        sigmas = (used_once - expected) / np.sqrt(np.maximum(expected * (1 - share), 0.25))
         expert = int(sigmas.argmax())
         below, number = given.layer_numbers[i - 1], given.layer_numbers[i]
         # Rows that use an expert resemble each other, and so do their near-ties.

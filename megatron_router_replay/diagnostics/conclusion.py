@@ -195,11 +195,12 @@ def _place(
             names = "rounding (another precision, kernel or layout), " + names.replace(
                 "weights, a config", "weights or a config that differ a little"
             )
-        fits = "" if set(clues) & {"token", "first_rows", "expert"} else f" That fits {names}: {_OPEN}."
+        known = set(clues) & {"token", "first_rows"} or _is_sure(clues, diff)
+        fits = "" if known else f" That fits {names}: {_OPEN}."
         return [f"something {between}, or everywhere, differs: {rows}{by_one}; {counted}.{fits}"]
     below = "none" if onset.is_clean else f"{percent(max(shares[:i]))} at most"
     kernel = "another precision or kernel, " if shares[i] <= 2 * _PRECISION_SHARE and exchanged >= 0.8 else ""
-    fits = "" if set(clues) & {"expert", "earlier_expert"} else f" That fits {kernel}{_between(diff, i)}."
+    fits = "" if "earlier_expert" in clues or _is_sure(clues, diff) else f" That fits {kernel}{_between(diff, i)}."
     return [f"something {between} differs: {rows}{by_one}, and {below} in the layers below; {counted}.{fits}"]
 
 
@@ -219,6 +220,12 @@ def _cause(fact: Fact, diff: TraceDiff) -> str:
         words = fact.text.split()
         expert, number, verb = words[1], words[4], words[6]
         choice = "prefers" if verb == "gained" else "avoids"
+        if not _is_sure({"expert": fact}, diff):
+            return (
+                f"layer {number} of {diff.name_b} {choice} expert {expert} in a part of these rows, which noise does not: "
+                f"that expert's bias or its row of the router, or weights that shift the hidden states. "
+                f"{_OPEN[0].upper()}{_OPEN[1:]}."
+            )
         return (
             f"layer {number} of {diff.name_b} {choice} expert {expert}, which noise does not: that expert's bias or its row "
             f"of the router differs."
@@ -232,6 +239,15 @@ def _cause(fact: Fact, diff: TraceDiff) -> str:
         )
     words = fact.text.split(" used expert ")[1].split()
     return f"expert {words[0]} of layer {words[3].rstrip(',')} seems to compute something different: its weights."
+
+
+def _is_sure(clues: dict[str, Fact], diff: TraceDiff) -> bool:
+    """Return whether nearly all differing decisions of a layer moved one expert, which shifted hidden states do not."""
+    fact = clues.get("expert")
+    if fact is None:
+        return False
+    different = int(diff.unexplained[diff.layer_numbers.index(fact.layer_numbers[0]), :-1].sum())
+    return fact.decisions >= 0.9 * different
 
 
 def _rows(facts: Sequence[Fact]) -> int:

@@ -280,6 +280,7 @@ class _Search:
             different=(self.different & ~self.explained)[rows][:, columns],
             tokens=self.tokens[rows],
             is_first=np.isin(rows + self.first, starts),
+            is_distinct=np.isin(np.arange(len(rows)), np.unique(self.sets_a[rows], axis=0, return_index=True)[1]),
         )
 
     def _explanations(self, bad: Array) -> Iterator[_Explanation]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import megatron_router_replay
 from megatron_router_replay.diagnostics.counting import Difference
-from megatron_router_replay.diagnostics.trace_diff import TraceDiff, diff_text, fact_lines, verdict
+from megatron_router_replay.diagnostics.trace_diff import TraceDiff, counts_text, fact_lines, verdict
 from megatron_router_replay.store.atomic import replacing
 
 _PAGE = """<!doctype html>
@@ -78,7 +78,7 @@ def save_page(diff: TraceDiff, path: str | os.PathLike[str]) -> Path:
         legend=_legend(diff),
         scrolls_below=_LEFT + bins * width + 60 + 32,  # the body's padding
         map=_map(diff, width, "position in the sample" if in_samples else "row"),
-        text=escape(diff_text(diff, max_layers=None, width=None)),
+        text=escape(counts_text(diff)),
         version=megatron_router_replay.__version__,
     )
     target = Path(path)

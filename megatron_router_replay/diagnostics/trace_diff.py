@@ -146,10 +146,15 @@ def diff_text(diff: TraceDiff, *, max_layers: int | None = 10, hint: str = "", w
         hint: follows the count of layers that are not listed: how to see them.
         width: of sentences, in characters; None: one line each. Tables and places stay as they are.
     """
-    layers = _layers_table(diff, max_layers, hint)
     paragraphs = [verdict(diff), *fact_lines(diff)]
+    lines = [_wrapped(printable(each), width, indent="  " if i else "") for i, each in enumerate(paragraphs)]
+    return "\n".join([*lines, counts_text(diff, max_layers=max_layers, hint=hint)])
+
+
+def counts_text(diff: TraceDiff, *, max_layers: int | None = None, hint: str = "") -> str:
+    """Return the text below the conclusion and the facts: the traces, counts, first differences and layers."""
+    layers = _layers_table(diff, max_layers, hint)
     lines = [
-        *(_wrapped(printable(paragraph), width, indent="  " if i else "") for i, paragraph in enumerate(paragraphs)),
         _origin_line(diff.name_a, diff.origin_a),
         _origin_line(diff.name_b, diff.origin_b),
         f"{diff.rows_compared:,} rows with a route in both, {len(diff.layer_numbers)} layers, "

@@ -33,7 +33,10 @@ def join_samples(
     versions = [weight_version] * len(tokens) if _is_one(weight_version) else weight_version
     for name, values in (("routes", routes), ("replay_mask", masks), ("weight_version", versions)):
         if len(values) != len(tokens):
-            raise TraceError(f"MRR102: from_samples got {len(tokens)} samples of tokens, and {len(values)} of {name}.")
+            raise TraceError(
+                f"MRR102: from_samples got {len(tokens)} samples of tokens, and {len(values)} of {name}: each is a list with "
+                "one entry a sample, so a single sample is [tokens] and [routes]."
+            )
     parts: dict[str, list[Tensor]] = {"topk_indices": [], "replay_mask": [], "token_ids": [], "weight_version": []}
     for number, (ids, rows, mask, version) in enumerate(zip(tokens, routes, masks, versions, strict=True)):
         try:

@@ -134,6 +134,16 @@ class TrainerReplay:
         return self._trace is not None
 
     @contextmanager
+    def in_session(self, chunks: Any) -> Iterator[None]:
+        """Run all schedules inside the block as one pass that replays, in one session."""
+        from megatron_router_replay.mcore.model.find import as_chunks
+
+        chunks = as_chunks(chunks)
+        self._num_unused = self._num_unused if self._are_trained else 0
+        with self._audit(chunks, "forward-only") if self.audits else self._replay(chunks):
+            yield
+
+    @contextmanager
     def in_pass(self, kind: Literal["replay", "record"]) -> Iterator[None]:
         """Mark the passes inside the block.
 

@@ -173,7 +173,7 @@ def when_imported(name: str, then: Callable[[ModuleType], Any]) -> None:
 
 
 # ---- a checkout
-_TRAINERS = ("miles", "nemo_rl", "skyrl", "slime", "verl")
+_TRAINERS = ("megatron_rl", "miles", "ms_swift", "nemo_rl", "roll", "skyrl", "slime", "verl")
 
 
 def source_of(text: str, name: str) -> str | None:

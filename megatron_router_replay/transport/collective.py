@@ -108,12 +108,19 @@ class RouteGroup:
         times: TransportTimes | None = None,
     ) -> None:
         places = layout.places()
-        if (sender is None) == (place is None) or bucket_bytes < 1:
+        if (sender is None) == (place is None):
             raise TransportError(
-                f"MRR601: give a sender or a place, and bucket_bytes above 0: {sender}, {place}, {bucket_bytes}."
+                f"MRR601: {sender=} and {place=}: a rollout process gives sender=, a training rank "
+                "place=layout.place_of(rank)."
             )
-        if sender not in (None, *range(num_senders)) or place not in (None, *places):
-            raise TransportError(f"MRR601: there is no {sender=} of {num_senders}, or no {place=} in {layout}.")
+        if bucket_bytes < 1 or not (isinstance(timeout, timedelta) and isinstance(ready_timeout, timedelta)):
+            raise TransportError(
+                f"MRR601: {bucket_bytes=} must be above 0, and {timeout=} and {ready_timeout=} a datetime.timedelta."
+            )
+        if sender not in (None, *range(num_senders)):
+            raise TransportError(f"MRR601: there is no {sender=} of {num_senders=}: senders count from 0.")
+        if place not in (None, *places):
+            raise TransportError(f"MRR601: there is no {place=} in {layout}: give place=layout.place_of(rank).")
         self.layout, self.sender, self.place = layout, sender, place
         self.times = times or TransportTimes("training" if sender is None else "rollout")
         self._rank = num_senders + places.index(place) if place is not None else sender or 0

@@ -50,7 +50,7 @@ def open_store(host: str, port: int = 0, *, is_server: bool, timeout: timedelta 
         timeout: for the server to appear.
 
     Raises:
-        TransportError: the server cannot listen there.
+        TransportError: the server cannot listen there, or did not answer in time.
     """
     options: dict[str, Any] = {"is_master": is_server, "wait_for_workers": False, "timeout": timeout}
     if is_server:
@@ -65,7 +65,13 @@ def open_store(host: str, port: int = 0, *, is_server: bool, timeout: timedelta 
             ) from error
         port = listening.getsockname()[1]
         options["master_listen_fd"] = listening.detach()
-    return dist.TCPStore(host, port, **options)  # type: ignore[attr-defined]
+    try:
+        return dist.TCPStore(host, port, **options)  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        raise TransportError(
+            f"MRR602: no store answers on {host}:{port} within {timeout.total_seconds():g} s: {_first_line(error)} One "
+            "process serves it, open_store(host, port, is_server=True), and gives the others the address that they reach."
+        ) from error
 
 
 class Transfer(NamedTuple):

@@ -6,6 +6,7 @@ that leave its routers. Every token of a batch has an id of its own, and the id 
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import os
 import sys
@@ -318,7 +319,7 @@ def watched(chunks: list[Any], route_of: dict[int, Tensor]) -> Iterator[Seen]:
         undo.append((model, "build_schedule_plan"))
         handles += [model.register_forward_pre_hook(enter, with_kwargs=True), model.register_forward_hook(leave)]
         handles += [router.register_forward_hook(routed) for router in routers]
-    nobody_asks = mock.patch.dict(mrr.replay.__kwdefaults__, min_agreement=MIN_AGREEMENT)
+    nobody_asks = mock.patch.dict(inspect.unwrap(mrr.replay).__kwdefaults__, min_agreement=MIN_AGREEMENT)
     try:
         with nobody_asks:
             yield seen

@@ -194,4 +194,47 @@ class AgentLoopWorker:
 }
 """For the names alone: verl's own code runs in `tests/functional/verl`."""
 
-SOURCES = {"slime": SLIME, "miles": MILES, "nemo_rl": NEMO_RL, "skyrl": SKYRL, "verl": VERL}
+MEGATRON_RL = {
+    "megatron/rl/rl_utils.py": """
+def get_inference_interface(args, loop, model):
+    return MegatronLocal.launch(model[0])
+
+def prepare_trajectories(rows, tokenizer):
+    return [row.trajectory[-1] + [tokenizer.pad] for row in rows], [row.generation_mask for row in rows]
+
+def compute_logprobs_batch(model, packing_context, forward_backward_func):
+    return forward_backward_func(model=model)
+
+def prepare_data_for_update(model, rollouts, tokenizer, request_ledger):
+    prepare_trajectories(rollouts, tokenizer)
+    packing_context = pack_all_trajectories(rollouts)
+    for name in ("rl/compute-old-logprobs", "rl/compute-ref-logprobs"):
+        compute_logprobs_batch(model, packing_context, None)
+""",
+    "megatron/rl/sequence_packing_utils.py": """
+def pack_all_trajectories(trajs):
+    all_gather(trajs)
+    return packing_info.bin_seq_indices
+""",
+    "megatron/core/inference/engines/dynamic_engine.py": """
+class DynamicInferenceEngine:
+    def post_process_requests(self, request_ids):
+        finished_request_records = [self.requests.pop(each) for each in request_ids]
+        for record in finished_request_records:
+            record.requests[-1].routing_indices = self.rows
+        return [], finished_request_records
+""",
+    "megatron/core/inference/inference_request.py": """
+class FinishedRequestRecord:
+    def from_request(cls, request):
+        return cls(policy_epoch=request.policy_epoch)
+""",
+    "megatron/training/training.py": """
+def train_step(model, forward_backward_func):
+    losses_reduced = forward_backward_func(model=model)
+    return losses_reduced
+""",
+}
+"""For the names alone: Megatron-LM's own code runs in `test_megatron_rl.py`."""
+
+SOURCES = {"slime": SLIME, "miles": MILES, "nemo_rl": NEMO_RL, "skyrl": SKYRL, "verl": VERL, "megatron_rl": MEGATRON_RL}

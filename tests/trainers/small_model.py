@@ -12,13 +12,12 @@ from tests.trainers.oracle import EXPERTS, LAYERS, TOPK, VOCAB
 def build(layout: ParallelSizes, **options: Any) -> list[Any]:
     """Return this rank's chunks, in Megatron's DistributedDataParallel; layer 1 of 4 is dense."""
     layout.initialize()
-    options = {"variable_seq_lengths": layout.pp_size > 1, **options}
+    options = {"variable_seq_lengths": layout.pp_size > 1, "moe_layer_freq": [0, 1, 1, 1], **options}
     config = tiny_gpt_config(
         layout,
         num_layers=LAYERS,
         num_moe_experts=EXPERTS,
         moe_router_topk=TOPK,
-        moe_layer_freq=[0, 1, 1, 1],
         **options,
     )
     chunks = build_tiny_gpt(config, layout, vocab_size=VOCAB, small_attention=True)

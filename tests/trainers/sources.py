@@ -25,20 +25,24 @@ class Source:
     Args:
         name: of its page, docs/trainers/<name>.md.
         packages: the folders of its repository that are copied and imported.
+        variable: of the environment, that names a checkout; "": <NAME>_DIR.
     """
 
     name: str
     packages: tuple[str, ...]
+    variable: str = ""
 
-    @property
-    def variable(self) -> str:
-        return f"{self.name.upper()}_DIR"
+    def folder(self) -> str:
+        """Return the folder of the checkout, or skip the test."""
+        variable = self.variable or f"{self.name.upper()}_DIR"
+        folder = os.environ.get(variable)
+        if folder is None:
+            pytest.skip(f"{variable} does not name a checkout of {self.name}; its page in docs names the commit.")
+        return folder
 
     def unedited(self, to: Path) -> Path:
         """Copy the trainer to `to`, a folder that is not there yet."""
-        folder = os.environ.get(self.variable)
-        if folder is None:
-            pytest.skip(f"{self.variable} does not name a checkout of {self.name}; its page in docs names the commit.")
+        folder = self.folder()
         for package in self.packages:
             shutil.copytree(Path(folder, package), to / package, ignore=shutil.ignore_patterns("*.pyc", "*.so", ".git"))
         return to

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,9 @@ class Anything(metaclass=_AnyClass):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        return Anything()
+
+    def __getitem__(self, key: Any) -> Any:
         return Anything()
 
     def __or__(self, other: Any) -> Any:
@@ -140,3 +144,20 @@ def trainer_imports(folder: str, packages: Sequence[str], *, services: Sequence[
         sys.modules.update(before)
         for owner, name in added:
             delattr(owner, name)
+
+
+@contextmanager
+def missing_modules(names: Sequence[str]) -> Iterator[None]:
+    """Let these packages be imported inside the block, those that are not installed as stand-ins."""
+    finder = _Finder("/", ())
+    finder._asks = lambda: False  # type: ignore[method-assign]
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    sys.modules.update({name: _Module(name) for name in missing})
+    sys.meta_path.append(finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name, module in list(sys.modules.items()):
+            if isinstance(module, _Module) and name.split(".")[0] in missing:
+                del sys.modules[name]

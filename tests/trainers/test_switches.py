@@ -13,6 +13,7 @@ from tests.trainers.steps import ARGS, passes, samples
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
+PADDING = {"padding_token_ids": [0]}
 OWN = "__import__('megatron.core.pipeline_parallel.schedules', fromlist=['core']).forward_backward_no_pipelining"
 
 
@@ -92,7 +93,7 @@ def test_an_audit_of_all_passes_says_nothing_of_the_switch(name, edits, trainer,
 
 @pytest.mark.parametrize("kind", ["forward-only", "training"])
 def test_a_marked_pass_that_runs_no_schedule_raises(kind, trainer, chunks):
-    replay = replayer.install("SkyRL", None, {"min_agreement": 0.0})
+    replay = replayer.install("SkyRL", None, PADDING)
     replay.enter(chunks, samples)
     message = "MRR809: samples came in with routes, and a marked pass did not replay them"
     with pytest.raises(ReplayStateError, match=message), replay.in_pass("replay"):
@@ -104,7 +105,7 @@ def test_a_marked_pass_that_runs_no_schedule_raises(kind, trainer, chunks):
 
 @pytest.mark.parametrize("are_trained", [False, True])
 def test_samples_of_a_rollout_are_replayed_by_a_training_pass(are_trained, trainer, chunks):
-    replay = replayer.install("slime", lambda: True, {})
+    replay = replayer.install("slime", lambda: True, PADDING)
     replay.enter(chunks, samples, are_trained=are_trained)
     with oracle.watched(chunks, {}) as seen:
         passes(chunks, seen, samples()[0], schedules.get_forward_backward_func(), forward_only=True)
@@ -123,7 +124,7 @@ def test_samples_that_no_pass_replayed_raise_at_the_next_rollout(trainer, chunks
 
 
 def test_samples_that_are_refused_leave_nothing_of_an_earlier_rollout(trainer, chunks):
-    replay = replayer.install("slime", lambda: True, {})
+    replay = replayer.install("slime", lambda: True, PADDING)
     replay.enter(chunks, samples)
     with oracle.watched(chunks, {}) as seen:
         passes(chunks, seen, samples()[0], schedules.get_forward_backward_func(), forward_only=False)
@@ -137,14 +138,14 @@ def test_samples_that_are_refused_leave_nothing_of_an_earlier_rollout(trainer, c
 
 
 def test_samples_without_routes_among_others_are_named(trainer, chunks):
-    replayer.install("slime", lambda: True, {})
+    replayer.install("slime", lambda: True, PADDING)
     ids, routes = samples()
     with pytest.raises(PayloadError, match=r"MRR802: samples \[1, 3\] have no routes, and others have"):
         replayer.active().enter(chunks, lambda: (ids, [None if i in (1, 3) else part for i, part in enumerate(routes)]))
 
 
 def test_a_pass_that_replays_without_samples_raises(trainer, chunks):
-    replayer.install("slime", lambda: True, {})
+    replayer.install("slime", lambda: True, PADDING)
     with pytest.raises(ReplayStateError, match="MRR809: a pass of slime replays, and no samples came in"):
         replayer.active().run(None, model=chunks)
 

@@ -9,11 +9,11 @@ import pytest
 from megatron_router_replay.testing import ParallelSizes
 from tests.functional.mcore.cases import FULL
 from tests.support.workers import WorkersError
-from tests.trainers import miles, nemo_rl, skyrl, slime
+from tests.trainers import miles, ms_swift, nemo_rl, roll, skyrl, slime
 from tests.trainers.oracle import asked, audited, check_replayed, tracked
 from tests.trainers.sources import Source, check_renames
 
-TRAINERS = {"slime": slime, "miles": miles, "nemo_rl": nemo_rl, "skyrl": skyrl}
+TRAINERS = {"slime": slime, "miles": miles, "nemo_rl": nemo_rl, "skyrl": skyrl, "roll": roll, "ms_swift": ms_swift}
 
 MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 ONE, TP2, CP2 = ParallelSizes(), ParallelSizes(tp_size=2), ParallelSizes(cp_size=2)
@@ -59,6 +59,23 @@ CASES = {
     "skyrl cp2 packed moe": (CP2, MOE, PACKED),
     "skyrl dp2 ep2 packed moe": (EP2, MOE, PACKED),
     "skyrl pp2 packed full": (PP2, FULL, PACKED),
+    "roll": (ONE, {}, {}),
+    "roll dynamic full": (ONE, FULL, DYNAMIC),
+    "roll packed moe": (ONE, MOE, PACKED),
+    "roll tp2 full": (TP2, FULL, {}),
+    "roll tp2 packed": (TP2, {}, PACKED),
+    "roll dp2 ep2 packed full": (EP2, FULL, PACKED),
+    "roll pp2 full": (PP2, FULL, {}),
+    "roll pp2 dynamic": (PP2, {}, DYNAMIC),
+    "roll pp2 packed moe": (PP2, MOE, PACKED),
+    "ms_swift": (ONE, {}, {}),
+    "ms_swift full": (ONE, FULL, {}),
+    "ms_swift packed moe": (ONE, MOE, PACKED),
+    "ms_swift tp2 full": (TP2, FULL, {}),
+    "ms_swift tp2 packed": (TP2, {}, PACKED),
+    "ms_swift dp2 ep2 packed full": (EP2, FULL, PACKED),
+    "ms_swift pp2 full": (PP2, FULL, {}),
+    "ms_swift pp2 packed moe": (PP2, MOE, PACKED),
 }
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-EVIDENCE = 60.0
+EVIDENCE = 72.0
 """Log-likelihood ratio from which on a block raises. `docs/exactness.md` has the most that legal sessions gave."""
 ROW_EVIDENCE = 6.0
 """The most that one row, or all rows of one kind, add to a block."""
@@ -139,11 +139,11 @@ class ComparedRows:
 
 def _noise(outside: Array) -> float:
     """Return the share of experts outside in the better half of windows, so that wrong rows do not count as noise."""
-    windows = np.array_split(outside, max(1, len(outside) // NOISE_ROWS))
-    starts = np.cumsum([0, *map(len, windows)])[:-1]
     if not len(outside):
         return LEAST_NOISE
-    means = np.sort(np.add.reduceat(outside, starts) / [len(each) for each in windows])
+    num = max(1, len(outside) // NOISE_ROWS)
+    starts = np.arange(num) * len(outside) // num
+    means = np.sort(np.add.reduceat(outside, starts) / np.diff(starts, append=len(outside)))
     return float(means[: max(1, len(means) // 2)].mean())
 
 
@@ -162,7 +162,8 @@ def find_blocks(ratios: Array, kinds: Array) -> list[Block]:
         low = np.minimum(0, np.minimum.accumulate(total))  # this row's fall included
         rise = total - low
         # A new rise begins after each row that falls to a new low.
-        starts = np.unique(np.concatenate([[0], np.flatnonzero(rise <= 0)]))
+        starts = np.flatnonzero(rise <= 0)
+        starts = starts if len(starts) and not starts[0] else np.concatenate([[0], starts])
         peaks = np.maximum.reduceat(rise, starts)
         which = np.flatnonzero(peaks >= EVIDENCE)
         if not len(which) and not found and len(peaks):

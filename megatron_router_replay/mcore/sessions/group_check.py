@@ -198,6 +198,8 @@ def _result(numbers_of_rank: Mapping[int, Numbers | None]) -> GroupResult:
             warnings = wrong or warnings
         else:
             problems += wrong
+    else:
+        problems = judge_recording(everyone)
     problems += stages_with_other_rows(everyone)
     return GroupResult(
         problems=problems,
@@ -206,6 +208,20 @@ def _result(numbers_of_rank: Mapping[int, Numbers | None]) -> GroupResult:
         num_rows=max(numbers.num_rows for numbers in everyone.values()),
         wrong_rows=wrong_rows,
     )
+
+
+def judge_recording(everyone: Mapping[int, Numbers]) -> list[str]:
+    """Return that no rank recorded anything, as a replay raises where nothing was replayed."""
+    numbers = list(everyone.values())
+    if not any(each.chunks for each in numbers) or any(
+        each.rows_live or each.rows_padding or each.at_fault for each in numbers
+    ):
+        return []
+    ranks = "this rank" if len(numbers) == 1 else f"{len(numbers)} ranks"
+    return [
+        f"nothing was recorded on {ranks}: no forward of the model reached all of its routers inside the session. Does the "
+        "block run the model that it was opened on, outside of session.paused()?"
+    ]
 
 
 def stages_with_other_rows(everyone: Mapping[int, Numbers]) -> list[str]:

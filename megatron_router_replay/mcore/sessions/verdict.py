@@ -26,7 +26,7 @@ LEAST_DECISIONS = 128.0
 """Experts beyond chance below which the agreement of a layer is not judged."""
 WARN = 0.5
 """Agreement of a layer below which a session warns."""
-PART_EVIDENCE = 8.0
+PART_EVIDENCE = 15.0
 """The most that the rows of a sample on one rank rise by noise; what is above it adds up over the ranks that share it."""
 MOST_PARTS = 1024
 """Samples of which a rank publishes parts."""
@@ -390,6 +390,7 @@ def judge(everyone: Sequence[Mapping[str, Any]], least: float) -> Verdict:
                 f"{len(layers)} layers ({_list(layers)}). Either the routes are of older or other weights: compare their "
                 "version with the trainer's. Or they are of other rows or layers: have the engine return token ids, and "
                 "compare the trace's layer_numbers with the model's."
+                + (f" The clearest rows: {max(raising).text}." if raising else "")
             )
         elif raising:
             evidence, text = max(raising)

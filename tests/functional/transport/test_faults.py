@@ -102,6 +102,31 @@ def test_a_process_that_waits_names_the_one_that_does_not_come(
     assert f"rollout process 0 waits for {THE_RANK}, 1 s of ready_timeout=2 s" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "MRR601: sender=None and place=None: a rollout process gives sender=, a training rank place=layout"),
+        ({"sender": 0, "place": Place()}, "MRR601: sender=0 and place="),
+        ({"sender": 1}, "MRR601: there is no sender=1 of num_senders=1"),
+        ({"place": 0}, r"MRR601: there is no place=0 .*place=layout.place_of\(rank\)"),
+        ({"sender": 0, "ready_timeout": 60}, "MRR601: .*ready_timeout=60 a datetime.timedelta"),
+        ({"sender": 0, "bucket_bytes": 0}, "MRR601: bucket_bytes=0 must be above 0"),
+    ],
+)
+def test_arguments_that_fit_no_process_say_which_do(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TransportError, match=message):
+        RouteGroup(None, ONE, **options)
+
+
+def test_a_store_that_nobody_serves_is_an_error_with_a_code() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        number = free.getsockname()[1]
+    with pytest.raises(
+        TransportError, match=rf"MRR602: no store answers on 127.0.0.1:{number} within 1 s: .*is_server=True"
+    ):
+        open_store("127.0.0.1", number, is_server=False, timeout=timedelta(seconds=1))
+
+
 def serve_and_die(port: int) -> None:
     """Be the rollout process that serves the store, and die while the ranks wait."""
     store = open_store("127.0.0.1", port, is_server=True)

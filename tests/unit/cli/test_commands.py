@@ -1,6 +1,7 @@
 """Each command on good input, and in environments where packages are missing."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import tomllib
 import megatron_router_replay as mrr
 from megatron_router_replay.cli.doctor import TORCH_OLDEST, TORCH_TESTED
 from megatron_router_replay.cli.explain import error_rows
+from megatron_router_replay.cli.output import size_words
 from megatron_router_replay.demo import DemoResult
 from megatron_router_replay.store import TraceStore
 from tests.unit.cli.runner import call, environment
@@ -170,3 +172,18 @@ def test_the_demo_exits_with_1_if_a_decision_is_not_exact(monkeypatch, changed, 
     done = call("demo", "--json", code=code)
     assert json.loads(done.stdout) == result
     assert ("mrr.explain(model_chunks)" in done.stderr) == (code == 0), "the next step"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="/dev/full is Linux's")
+def test_a_stdout_that_takes_nothing_is_no_result(folder):
+    command = [sys.executable, "-m", "megatron_router_replay.cli", "diff", "good.safetensors", "shifted.safetensors"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment())
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: MRR501: cannot write to stdout: ")
+
+
+def test_sizes_have_the_unit_that_shows_them():
+    assert [size_words(size) for size in (0, 999, 33_300, 2_000_000, 1_234_500_000)] == [
+        "0 bytes", "999 bytes", "33.3 kB", "2.0 MB", "1,234.5 MB"
+    ]  # fmt: skip

@@ -338,3 +338,16 @@ def test_a_rank_that_fails_after_the_store_has_ended_keeps_its_own_error(monkeyp
     store.store = SimpleNamespace(add=gone)
     check.fail()
     assert "could not publish it: failed to recv" in caplog.text
+
+
+def test_an_empty_recording_raises_as_an_empty_replay_does():
+    chunk = Chunk()
+    with pytest.raises(mrr.RouterReplayError, match="nothing was recorded on this rank"), mrr.record(chunk):
+        pass
+    recording = mrr.record(chunk)
+    with recording.paused():
+        chunk(tokens())
+    with pytest.raises(mrr.RouterReplayError, match="nothing was recorded"):
+        recording.close()
+    with mrr.record(chunk, padding_token_ids=[]):
+        chunk(tokens())

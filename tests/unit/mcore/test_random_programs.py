@@ -3,9 +3,9 @@
 A program is a random sequence of what trainers do: forwards of several micro-batches under any kind of checkpoint, called
 through a wrapper, itself or through `.forward`, backwards in any order and of several at once, in-place changes of outputs,
 failures that are caught, the package's own errors among them, evaluations, dropped graphs, graphs used twice, sessions of
-every kind inside each other and left early, micro-batches queued ahead, a choice
-of decisions to replay, backwards on other threads. Between any two steps the routers may get other weights. Which forward a
-recompute belongs to is read off a number that travels through the model, never asked of the package.
+every kind inside each other and left early, rows that a forward which failed left behind, backwards on other threads. Between
+any two steps the routers may get other weights. Which forward a recompute belongs to is read off a number that travels
+through the model, never asked of the package.
 
 The quick programs are the same ones in every run. The slow ones are new in each run, and the run prints the first seed:
 FIRST_SEED=<it> repeats them. CI_ALL=1 draws 5,000 in place of 1,500.
@@ -84,8 +84,8 @@ class Program:
         self.forwards: dict[int, Forward] = {}
         self.sessions: list[Any] = []
         self.traces: WeakKeyDictionary[Any, mrr.RoutingTrace] = WeakKeyDictionary()  # of a replay: what it shall use
-        # session, rows and tokens of a micro-batch that was queued ahead, and of one that failed and is queued again
-        self.ahead: tuple[Any, Tensor, Tensor] | None = None
+        # Session and rows of a forward that failed: before the chunk's own began, so they are there still; or in it.
+        self.left: tuple[Any, Tensor] | None = None
         self.again: tuple[Any, Tensor] | None = None
         self.log: list[str] = []
         self.errors: list[str] = []
@@ -145,28 +145,24 @@ class Program:
         chunk.around = plain if kind == "plain" else KINDS[kind][0]
         b, s = self.random.choice([(1, 4), (2, 3), (3, 2)])
         input_ids = torch.randint(32, (b, s))
-        queued, rows = self.queueing(), None
-        if queued is not None:
-            if self.again is not None and self.again[0] is queued:
+        given, rows = self.takes_rows(), None
+        if given is not None:
+            if self.left is not None and self.left[0] is given:
+                rows, self.left = self.left[1], None
+                input_ids = torch.randint(32, rows.shape)
+            elif self.again is not None and self.again[0] is given:
                 rows, self.again = self.again[1], None
                 input_ids = torch.randint(32, rows.shape)
-                queued.microbatch(rows)
-            elif self.ahead is not None and self.ahead[0] is queued:
-                (_, rows, input_ids), self.ahead = self.ahead, None
+                given.microbatch(rows)
             else:
-                rows = self.queue(queued, input_ids)
-            if self.ahead is None and self.random.random() < 0.4:
-                later_ids = torch.randint(32, (b, s))
-                self.ahead = queued, self.queue(queued, later_ids), later_ids
+                rows = self.give(given, input_ids)
         number = self.number
         self.number += 1
-        trace = None if queued is None else self.traces.get(queued)
+        trace = None if given is None else self.traces.get(given)
         call = self.random.choice([self.wrapper, self.wrapper, chunk, chunk.forward])
         fails = self.random.random() < 0.15
         self.wrapper.fails = self.random.choice(["before", "behind", *[""] * 12])
-        # A direct .forward() that fails before any router cannot be seen until the session is left, which then raises.
-        first = 1 if call == chunk.forward and queued is not None else 0
-        chunk.fail_at = self.random.randrange(first, 3) if fails else None
+        chunk.fail_at = self.random.randrange(3) if fails else None
         outer = self.random.choice([None, None, None, reentrant, non_reentrant])
         in_place = self.random.random() < 0.3
         self.log.append(
@@ -189,19 +185,21 @@ class Program:
 
                 loss = outer(chunk_and_loss, torch.ones(1, requires_grad=True))
         except ArithmeticError:
-            if rows is not None and self.random.random() < 0.5:
-                self.again = queued, rows
+            if rows is not None and call is self.wrapper and self.wrapper.fails == "before":
+                self.left = given, rows
+            elif rows is not None and self.random.random() < 0.5:
+                self.again = given, rows
             return
         finally:
             chunk.fail_at = None
             self.wrapper.fails = ""
         self.forwards[number].loss = loss
 
-    def queueing(self) -> Any:
-        """The session that the next forward's micro-batch is queued in."""
+    def takes_rows(self) -> Any:
+        """The session that takes the rows of the next forward."""
         return next((session for session in reversed(self.sessions) if session._microbatches), None)
 
-    def queue(self, session: Any, input_ids: Tensor) -> Tensor:
+    def give(self, session: Any, input_ids: Tensor) -> Tensor:
         rows = torch.tensor([self.random.randrange(-1, ROWS) for _ in range(input_ids.numel())]).view(input_ids.shape)
         if session.kind == "record":
             rows = torch.full(input_ids.shape, -1)  # the same row twice would rightly be refused
@@ -248,13 +246,13 @@ class Program:
 
     def evaluate(self) -> None:
         """A forward without gradients, as that of the old log-probs, whose recompute never comes."""
-        if self.ahead is not None:  # the forward would take its routes
+        if self.left is not None:  # the forward would take these rows
             return
         self.log.append("evaluate")
-        input_ids, queued = torch.randint(32, (2, 2)), self.queueing()
-        rows = None if queued is None else self.queue(queued, input_ids)
+        input_ids, given = torch.randint(32, (2, 2)), self.takes_rows()
+        rows = None if given is None else self.give(given, input_ids)
         number, self.number = self.number, self.number + 1
-        self.forwards[number] = Forward(number, bool(self.sessions), rows, queued and self.traces.get(queued))
+        self.forwards[number] = Forward(number, bool(self.sessions), rows, given and self.traces.get(given))
         with self.random.choice([torch.no_grad, torch.inference_mode])():
             self.chunk(input_ids, number)
 

@@ -8,7 +8,7 @@ import torch
 
 import megatron_router_replay as mrr
 from megatron_router_replay import checks
-from megatron_router_replay.mcore.sessions.blocks import Block
+from megatron_router_replay.mcore.sessions.blocks import EVIDENCE, Block
 from megatron_router_replay.mcore.sessions.wrong_rows import cause_of, moved_by, names_of
 from tests.unit.mcore.tiny_chunk import VOCAB, Chunk
 
@@ -115,7 +115,7 @@ def test_a_session_may_warn_of_wrong_routes_in_place_of_raising(monkeypatch):
         session, error = replay(with_routes(right, routes), wrong_routes="warn")
     assert error == ""
     assert session.report.wrong_rows[605:660].all()
-    assert session.report.metrics()["router_replay/block_evidence"] >= 60
+    assert session.report.metrics()["router_replay/block_evidence"] >= EVIDENCE
     session, error = replay(with_routes(right, routes), min_agreement=0)
     assert error == ""
     assert session.report.agreement is not None, "every layer is compared"

@@ -1,0 +1,115 @@
+"""The routes of requests go from the ranks that generated them to those that train them, by rank, layer and row."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_router_replay.errors import PayloadError
+from megatron_router_replay.trainers import request_routes
+from megatron_router_replay.trainers.request_routes import Piece, RequestRoutes, Ticket
+
+EXPERTS, TOPK = 16, 4
+ENGINES = ((0, (2,)), (0, (3, 4)), (2, (2,)), (2, (3, 4)))
+"""Of each of four ranks: two engines of two pipeline stages."""
+
+
+def routes_of(request_id: int, length: int, layers: tuple[int, ...]) -> torch.Tensor:
+    """Return [length - 1, layers, TOPK]: each value tells its request, row, layer and place, modulo EXPERTS."""
+    rows, numbers, places = torch.arange(length - 1), torch.tensor(layers), torch.arange(TOPK)
+    return (7 * request_id + 5 * rows[:, None, None] + 3 * numbers[:, None] + places) % EXPERTS
+
+
+def filled(rank: int, skip: int = -1) -> RequestRoutes:
+    """Return a rank's store: engine 0 finished requests 1 and 2, engine 2 others of these numbers, twice as long."""
+    store = RequestRoutes()
+    store.engine, store.layers = ENGINES[rank]
+    for number in (1, 2):
+        length = 6 * number + store.engine
+        if number != skip:
+            rows = routes_of(10 * store.engine + number, length, store.layers)
+            store.keep(number, torch.arange(length), rows, num_experts=EXPERTS)
+    return store
+
+
+def exchanged(small: bool) -> tuple[bool, int]:
+    rank = torch.distributed.get_rank()
+    store, layers = filled(rank), (2,) if rank < 2 else (3, 4)
+    wanted = {
+        0: [(0, 1, 0, 5), (2, 2, 3, 9)],
+        1: [],
+        2: [(0, 2, 1, 4)],
+        3: [(2, 1, 0, 7), (0, 1, 2, 2), (0, 2, 4, 11)],
+    }[rank]
+    pieces = [Piece(Ticket(engine, number, 0), begin, end) for engine, number, begin, end in wanted]
+    with mock.patch.object(request_routes, "_MESSAGE_BYTES", 20 if small else 1 << 20):
+        parts = store.fetch(pieces, layers, topk=TOPK, num_experts=EXPERTS)
+    same = [
+        torch.equal(part, routes_of(10 * engine + number, 6 * number + engine, layers)[begin:end].to(torch.uint8))
+        for part, (engine, number, begin, end) in zip(parts, wanted, strict=True)
+    ]
+    return all(same), store.bytes_received
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_each_rank_gets_its_rows_and_layers_and_no_other_byte(small, on_ranks):
+    # Rows x layers x TOPK from other ranks, a byte an expert; what a rank has itself is not sent.
+    expected = [(True, 6 * 1 * TOPK), (True, 0), (True, 3 * 2 * TOPK), (True, 7 * 2 * TOPK)]
+    assert on_ranks(4, exchanged, small) == expected
+
+
+def refused(layers: tuple[int, ...], skip: int) -> str:
+    rank = torch.distributed.get_rank()
+    store = filled(rank, skip if rank == 1 else -1)
+    pieces = [Piece(Ticket(0, 1, 0), 0, 5)] if rank == 3 else []
+    try:
+        store.fetch(pieces, layers, topk=TOPK, num_experts=EXPERTS)
+    except PayloadError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("layers", "skip", "text"),
+    [
+        ((2, 5), -1, "MRR802: layer 5 of the trained model has no routes"),
+        ((3,), 1, "MRR802: rank 1 has no routes of req"),
+    ],
+)
+def test_routes_that_nobody_has_raise_on_all_ranks(layers, skip, text, on_ranks):
+    assert all(each.startswith(text) for each in on_ranks(4, refused, layers, skip))
+
+
+def test_the_dtype_is_as_narrow_as_the_experts_allow():
+    for experts, dtype in ((256, torch.uint8), (257, torch.int16)):
+        store = RequestRoutes()
+        store.layers = (1,)
+        store.keep(1, torch.arange(3), torch.full((2, 1, TOPK), experts - 1), num_experts=experts)
+        assert store._requests[1].routes.dtype == dtype
+        assert int(store._requests[1].routes.max()) == experts - 1
+
+
+@pytest.mark.parametrize("shape", [(3, 1, TOPK), (2, 2, TOPK)])
+def test_routes_of_another_length_or_model_raise(shape):
+    store = RequestRoutes()
+    store.layers = (1,)
+    with pytest.raises(PayloadError, match="MRR802: request 7 of 3 tokens has routes"):
+        store.keep(7, torch.arange(3), torch.zeros(shape), num_experts=EXPERTS)
+
+
+def test_routes_go_when_they_were_trained_or_are_too_old():
+    store = filled(0)
+    store.collection = 5
+    store.keep(3, torch.arange(4), routes_of(3, 4, (2,)), num_experts=EXPERTS)
+    store.keep(4, torch.arange(4), routes_of(4, 4, (2,)), num_experts=EXPERTS)
+    store.forget([Ticket(0, 3, 5), Ticket(2, 4, 5)], before=1)  # request 4 of the other engine
+    assert [store.ticket(number) for number in (1, 2, 3, 4)] == [None, None, None, Ticket(0, 4, 5)]
+
+
+def test_a_request_of_other_tokens_is_named_with_the_position():
+    store = filled(0)
+    store.check_tokens(Ticket(0, 1, 0), torch.arange(6), "rollout 9")
+    store.check_tokens(Ticket(2, 1, 0), torch.arange(5), "rollout 9")  # another engine's
+    for ids, where in (([0, 1, 2, 9, 4, 5], "position 3"), ([0, 1, 2], "their lengths, 6 and 3")):
+        with pytest.raises(PayloadError, match=f"MRR802: rollout 9: .* different tokens: {where}"):
+            store.check_tokens(Ticket(0, 1, 0), torch.tensor(ids), "rollout 9")
