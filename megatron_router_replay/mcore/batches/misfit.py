@@ -101,7 +101,7 @@ def of_no_sample(
 
 
 def _advice(tokens: Any, rest: Any, declared: tuple[int, ...], *, may_pad_left: bool) -> str:
-    """Return what to say if the tokens at an end of a sequence are padding, "": none may be.
+    """Return what to say if the tokens at one end of a sequence are padding, "": none may be.
 
     Args:
         tokens: of the sequence, [n].
@@ -109,13 +109,11 @@ def _advice(tokens: Any, rest: Any, declared: tuple[int, ...], *, may_pad_left: 
         may_pad_left: equal tokens in front may be padding, too.
     """
     ends = [int(tokens[0])] if may_pad_left and _run(tokens) > 1 else []
-    if _run(rest[::-1]) > 1 or len(rest) == 1:
+    if _run(rest[::-1]) > 1 or len(rest) <= 2:
         ends.append(int(rest[-1]))
-    new = [token for token in dict.fromkeys(ends) if token not in declared]
-    if not new:
-        return ""
-    which = " or ".join(map(str, new))
-    return f" If token {which} is padding, say padding_token_ids={[*declared, *new]}."
+    # One token alone: the other end may be a sample's own, and declared it would hide that sample.
+    token = next((token for token in ends if token not in declared), None)
+    return "" if token is None else f" If token {token} is padding, say padding_token_ids={[*declared, token]}."
 
 
 def _of_no_beginning(
