@@ -69,9 +69,8 @@ def install(**options: Any) -> None:
     _options.update(options)
     _audited.clear()
     _is_forward[0] = False
-    when_imported(STEP.module, lambda module: replayer.install("ms-swift", lambda: _is_forward[0], options))
-    hook(SET_ACTION, _set_action)
-    hook(CLEAR_ACTION, _clear_action)
+    # Not before ms-swift itself is imported: the actions are Megatron-Core's, which any program may set.
+    when_imported(STEP.module, lambda module: _hook_actions(options))
     hook(LOGPS, _compute_logps)
     for seam in DATA:
         hook(seam, _replace_data)
@@ -80,6 +79,12 @@ def install(**options: Any) -> None:
 
 
 # ---- the switch
+def _hook_actions(options: dict[str, Any]) -> None:
+    replayer.install("ms-swift", lambda: _is_forward[0], options)
+    hook(SET_ACTION, _set_action)
+    hook(CLEAR_ACTION, _clear_action)
+
+
 def _set_action(original: Any, *args: Any, **kwargs: Any) -> None:
     (action,) = bind(original, *args, **kwargs).arguments.values()
     if action.name == "RECORD":
