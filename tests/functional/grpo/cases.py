@@ -47,7 +47,7 @@ def small(out: Path, **changes: Any) -> Settings:
 def without_times(metrics: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
     """Return the metrics that must be the same in another run."""
     # Which layer is asked for its agreement goes on from session to session of a process, and a resumed run is a new one.
-    measured = ("seconds/", "router_replay/transport/", "router_replay/agreement")
+    measured = ("seconds/", "router_replay/transport/", "router_replay/agreement", "router_replay/block_evidence")
     return [{name: value for name, value in step.items() if not name.startswith(measured)} for step in metrics]
 
 
