@@ -25,8 +25,8 @@ from megatron_router_replay.demo.checkpoint import write_checkpoint
 from megatron_router_replay.demo.run import load_response
 from megatron_router_replay.testing import ParallelSizes, load_qwen3_moe
 
-STEPS, STEPS_OF_TOP_2 = 40, 150
-"""Of training: after few, a top-2 of 8 has few kinds of rows."""
+STEPS, ALL_STEPS = 40, 150
+"""Of training: after few, a top-2 of 8 has few kinds of rows, and int4 weights choose other experts in a top-1 of 16."""
 CAPTURES = Path(__file__).parents[2] / "unit/data/engine_captures"
 LEAST = {TOP_1: 19, TOP_2: 17, TOP_4: 21, TOP_8: 21}
 """Of 21 faults, so many raise at the dose of their tracker."""
@@ -34,7 +34,7 @@ LEAST = {TOP_1: 19, TOP_2: 17, TOP_4: 21, TOP_8: 21}
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_faults_raise_at_the_doses_of_their_trackers(shape):
-    routes = scores, right, foreign = routes_to_damage(trained(shape, 0, STEPS_OF_TOP_2 if shape is TOP_2 else STEPS))
+    routes = scores, right, foreign = routes_to_damage(trained(shape, 0, ALL_STEPS if shape is TOP_2 else STEPS))
     assert len(FAULTS) == 21
     differ = (right.sort(-1).values != top_k(scores, shape).sort(-1).values).any(-1).float().mean()
     assert 0.02 < differ < 0.04
@@ -49,9 +49,10 @@ def test_faults_raise_at_the_doses_of_their_trackers(shape):
     assert least_dose(FAULTS[0], shape, routes) <= 20, "a stale row is found where it is repeated a few times"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [TOP_1, TOP_2], ids=lambda shape: shape.name)
 def test_legal_sessions_do_not_stop(shape):
-    sessions = [each for each in legal_sessions(trained(shape, 0, STEPS), seed=0) if each[0] not in BEYOND]
+    sessions = [each for each in legal_sessions(trained(shape, 0, ALL_STEPS), seed=0) if each[0] not in BEYOND]
     assert len(sessions) == 288
     assert [each for each in sessions if each[-1].says == "raises"] == []
     assert max(each[-1].evidence for each in sessions) > 5, "else the noise would show nothing"
