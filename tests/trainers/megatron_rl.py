@@ -1,7 +1,7 @@
 """Megatron-LM's own RL loop on a CPU, from the ledger of finished requests to the optimizer: log-probs, reference, training.
 
-The requests are Megatron's records with routes that are drawn here; `test_the_engines_own_routes_are_trained` takes those of
-its engine. Megatron-LM's training needs its own Megatron-Core, so its checkout must come first on PYTHONPATH.
+The requests are Megatron's records with routes that are drawn here; its engine does not run.
+Megatron-LM's training needs its own Megatron-Core, so its checkout must come first on PYTHONPATH.
 """
 
 from __future__ import annotations
