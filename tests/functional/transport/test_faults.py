@@ -288,17 +288,17 @@ def test_a_store_listens_on_the_address_that_is_given_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "told"),
     [
-        {},
-        {"sender": 0, "place": Place()},
-        {"sender": 1},
-        {"place": Place(dp_rank=1)},
-        {"sender": 0, "bucket_bytes": 0},
+        ({}, "a rollout process gives sender=, a training rank place="),
+        ({"sender": 0, "place": Place()}, "a rollout process gives sender=, a training rank place="),
+        ({"sender": 1}, "there is no sender=1 of num_senders=1"),
+        ({"place": Place(dp_rank=1)}, r"there is no place=Place\(dp_rank=1, .* give place=layout.place_of"),
+        ({"sender": 0, "bucket_bytes": 0}, "bucket_bytes=0 must be above 0"),
     ],
 )
-def test_options_that_make_no_member_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(TransportError, match=r"MRR601: .*sender"):
+def test_options_that_make_no_member_are_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(TransportError, match=f"MRR601: .*{told}"):
         RouteGroup(None, ONE, **options)
 
 
