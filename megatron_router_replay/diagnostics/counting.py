@@ -103,7 +103,7 @@ class Difference:
 
 
 class Counter:
-    """The counts of a pass over two traces; `add` takes blocks of rows in order.
+    """Counts of a pass over two traces; `add` takes blocks of rows in order.
 
     Args:
         a, b: open traces of the same num_experts and topk.

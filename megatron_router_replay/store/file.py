@@ -132,7 +132,7 @@ def read_header(path: Path) -> TraceHeader:
 
 @contextmanager
 def _open(path: Path) -> Iterator[Any]:
-    """Open a safetensors file, which a save may replace meanwhile."""
+    """Open a safetensors file, which a save may replace at any time."""
     check_regular(path)
     with path.open("rb") as file:
         head = file.read(9)  # a length of 8 bytes, and the brace of a JSON object

@@ -8,7 +8,6 @@ import tempfile
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,27 +17,12 @@ from megatron_router_replay.testing import ParallelSizes
 from megatron_router_replay.trainers import roll
 from tests.trainers import oracle, small_model
 from tests.trainers.sources import Source
-from tests.trainers.stand_ins import trainer_imports
+from tests.trainers.stand_ins import Config, trainer_imports
 
 SOURCE = Source(name="roll", packages=("roll", "mcore_adapter/src/mcore_adapter"))
 PACKAGES = ("roll", "mcore_adapter")
 SERVICES = ("ray", "transformers", "peft", "datasets")
 LENGTH, PROMPT = 24, 7  # of ROLL's padded rows, and of their prompts
-
-
-def unused_tokens() -> list[int]:
-    """Return tokens that no sample has: ROLL pads with its tokenizer's, and 0 is what it packs with."""
-    used = {int(token) for seed in range(2) for part in oracle.rollout(seed)[0] for token in part}
-    return sorted(set(range(1, oracle.VOCAB)) - used)
-
-
-class Config(SimpleNamespace):
-    """ROLL's configuration; what a case does not set is off."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return None
 
 
 def worker_config(*, dynamic: bool = False, packs: bool = False, balanced: bool = False) -> Config:
@@ -71,7 +55,7 @@ def batch(seed: int, flags: dict[str, Any], *, cut: int = 0) -> Any:
     from roll.utils.functionals import concatenate_input_and_output, postprocess_generate
 
     ids, routes = oracle.rollout(seed)
-    pad, eos, *_ = unused_tokens()
+    pad, eos, *_ = oracle.unused_tokens()  # ROLL packs with 0
     prompts, answers = [], []
     for part, length in zip(ids, oracle.SHARDS[seed % 2][1]):
         prompts.append(torch.nn.functional.pad(part[:length], (PROMPT - length, 0), value=pad))
@@ -121,12 +105,7 @@ def step(
         audits: ROLL's own replay is in the routers.
         plants: it gets one wrong row.
     """
-    with (
-        _imports(folder),
-        oracle.process(),
-        _own_replay(audits, plants),
-    ):
-        torch._dynamo.config.disable = True
+    with _imports(folder), oracle.process(plants=plants):
         roll.install()
         module, worker = prepare(layout)
         chunks = small_model.build(layout, moe_enable_routing_replay=audits, **options)
@@ -208,23 +187,6 @@ def _lay_out(model: Any, args: Any, kwargs: Any) -> Any:
         starts = params.cu_seqlens_q[:-1].repeat_interleave(params.cu_seqlens_q.diff())
         at = at - starts
     return args, {**kwargs, "position_ids": at, "attention_mask": None}
-
-
-@contextmanager
-def _own_replay(audits: bool, plants: bool) -> Iterator[None]:
-    """Leave nothing in the process of the routers that are built for ROLL's own replay."""
-    if not audits:
-        yield
-        return
-    from megatron.core.transformer.moe.router_replay import RouterReplay
-
-    take = RouterReplay.set_target_indices
-    RouterReplay.set_target_indices = oracle.planting(take) if plants else take
-    try:
-        yield
-    finally:
-        RouterReplay.set_target_indices = take
-        RouterReplay.global_router_replay_instances.clear()
 
 
 @contextmanager
