@@ -107,8 +107,9 @@ class RowLookup:
         if ids is None:
             raise ReplayStateError(
                 f"MRR424: {where}: {type(module).__name__} got no input_ids, so its rows cannot be found. Pass input_ids to "
-                "every pipeline stage, open the session on the inner model that takes them, or give rows [b, s] by "
-                "session.microbatch(rows, model) before the forward."
+                "every pipeline stage, open the session on the model that gets them (not on a part of it, as its decoder; of "
+                "a model with images, on its language model), or give rows [b, s] by session.microbatch(rows, model) before "
+                "the forward."
             )
         group, shape = context_parallel_group(module, inputs.packed_seq_params), received_shape(module)
         rank = 0 if group is None else group.rank()

@@ -469,7 +469,10 @@ def test_a_stage_without_ids_names_itself() -> None:
             return super().forward(ids(A))
 
     with (
-        pytest.raises(ReplayStateError, match=r"MRR424: rank 0, chunk 0, micro-batch 0: Embeds got no input_ids"),
+        pytest.raises(
+            ReplayStateError,
+            match=r"MRR424: rank 0, chunk 0, micro-batch 0: Embeds got no input_ids.*not on a part of it",
+        ),
         mrr.replay(chunk := Embeds(), trace_of([A]), **DRAWN),
     ):
         chunk(torch.zeros(1, 4))
@@ -477,8 +480,12 @@ def test_a_stage_without_ids_names_itself() -> None:
 
 @pytest.mark.parametrize(
     ("token_ids", "samples", "error", "match"),
-    [(A, None, ReplayStateError, "MRR406.*from_samples"), ([5, -1, 7, 8], [4], TraceError, "MRR108.*gather")],
-    ids=["no samples", "a rank's part of a recording"],
+    [
+        (A, None, ReplayStateError, r"MRR406.*has token ids and no samples: trace\.with_samples\(lengths\)"),
+        (None, [4], ReplayStateError, r"MRR406.*has no token ids.*\"return_token_ids\": true.*session\.microbatch"),
+        ([5, -1, 7, 8], [4], TraceError, "MRR108.*gather"),
+    ],
+    ids=["no samples", "no tokens", "a rank's part of a recording"],
 )
 def test_a_trace_without_whole_samples_is_refused(token_ids: Any, samples: Any, error: Any, match: str) -> None:
     options: Any = {"token_ids": token_ids, "sequence_lengths": samples}
