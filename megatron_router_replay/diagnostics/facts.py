@@ -480,7 +480,7 @@ class _Search:
 def _read(source: TraceSource, start: int, num_rows: int) -> tuple[Array, Array, Array]:
     """Return the rows from `start` on: experts [num_rows, num_layers, topk], which have a route, token ids (-1: unknown)."""
     rows = source.read(start, start + num_rows)
-    missing = num_rows - len(rows)
+    missing = num_rows - rows.num_tokens
     ids, routed = rows.topk_indices.numpy(), rows.replay_mask.numpy()
     tokens = np.full(num_rows, -1) if rows.token_ids is None else np.pad(rows.token_ids.numpy(), (0, missing))
     return np.pad(ids, ((0, missing), (0, 0), (0, 0))), np.pad(routed, (0, missing)), tokens
