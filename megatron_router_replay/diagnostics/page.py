@@ -91,7 +91,7 @@ def save_page(diff: TraceDiff, path: str | os.PathLike[str]) -> Path:
 
 
 def _legend(diff: TraceDiff) -> str:
-    """Return what the colours of cells say."""
+    """Return the legend of the cells' colours."""
     highest = max(_LEAST_HIGHEST, *diff.different_by_position.flatten().tolist(), 0)
     colours = [
         ("<rect {box}/>", "all agree"),

@@ -1,4 +1,4 @@
-"""Join traces: those of different samples, or the parts that ranks recorded of one batch.
+"""Join traces: those of different samples, or the parts that ranks recorded of a batch.
 
 The rows of a part's replay_mask, in its layers, are the ones that it covers.
 """
@@ -16,7 +16,7 @@ from megatron_router_replay.trace.join import UNKNOWN, PartJoiner
 from megatron_router_replay.trace.routing_trace import RoutingTrace
 
 _VALUES = ("topk_indices", "replay_mask", "token_ids", "weight_version")
-"""What a part has of each row."""
+"""The fields of a part that have a value for each row."""
 
 
 def concat_traces(traces: Sequence[RoutingTrace]) -> RoutingTrace:

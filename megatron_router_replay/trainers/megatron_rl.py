@@ -145,10 +145,11 @@ def _keep(record: Any, config: Any) -> None:
     _store.keep(first.request_id, tokens, torch.as_tensor(routes), num_experts=config.num_moe_experts)
 
 
-def _record(original: Any, request: Any) -> Any:
+def _record(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Let the record of a finished request carry its ticket. Called on one rank of each engine."""
-    record = original.__get__(None, sys.modules[RECORD.module].FinishedRequestRecord)(request)
-    record.mrr_ticket = _store.ticket(request.request_id)
+    from_request = original.__get__(None, sys.modules[RECORD.module].FinishedRequestRecord)
+    record = from_request(*args, **kwargs)
+    record.mrr_ticket = _store.ticket(_arguments(from_request, args, kwargs)["request"].request_id)
     return record
 
 
@@ -308,10 +309,11 @@ def _prepare(original: Any, *args: Any, **kwargs: Any) -> Any:
         _collections.clear()
 
 
-def _note_rows(original: Any, rows: Any, *args: Any, **kwargs: Any) -> Any:
+def _note_rows(original: Any, *args: Any, **kwargs: Any) -> Any:
+    rows, *_ = _arguments(original, args, kwargs).values()
     for collection in _collections:
         collection.rows = list(rows)
-    return original(rows, *args, **kwargs)
+    return original(*args, **kwargs)
 
 
 def _log_probs(original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -265,7 +265,7 @@ class RouteGroup:
                 format = plan[bucket.place].format
                 memory = views_of_bytes(staging[i % _NUM_BUFFERS], format, bucket.stop - bucket.start)
                 source.fill(bucket.runs, format.layer_numbers, memory)
-                if type(source) is not TraceRows:  # whose rows were checked when the traces were made
+                if type(source) is not TraceRows:  # TraceRows were checked when their traces were made
                     check_rows(memory, format)
                 under_way.append(self._connections.send(_messages(memory), rank_of[bucket.place]))
             for transfer in under_way:

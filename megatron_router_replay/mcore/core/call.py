@@ -1,6 +1,6 @@
-"""Choose the experts of one call of `TopKRouter.routing`.
+"""Choose the experts of a call of `TopKRouter.routing`.
 
-Megatron-Core asks an object for the experts by `get_replay_topk`:
+Megatron-Core requests the experts of an object by `get_replay_topk`:
 
 in a session      a RoutingCall, which the hook on `TopKRouter.routing` passes in place of `router.router_replay`
 without one       our subclass of its RouterReplay, if an action is set: it returns the result of a new RoutingCall
@@ -90,7 +90,7 @@ class RouterCounts(Counts):
 
 
 class TopKRequest(NamedTuple):
-    """Hold the arguments of `get_replay_topk` for one call.
+    """Keep the arguments of `get_replay_topk` for one call.
 
     Args:
         scores: [num_tokens, num_experts], logits or probabilities, with the expert bias where there is one.

@@ -324,7 +324,7 @@ def _is_left_to(replay: Any) -> bool:
     run, repeats, _ = tape.checkpoint_state()
     if run is None:
         return replay.is_active or not repeats
-    # A fused forward requests nothing of its RouterReplay, which then writes nothing; it ran live, and so may its recompute.
+    # A fused forward does not call its RouterReplay, which then writes nothing; it ran live, and so may its recompute.
     return run.peek() is replay or not run.tape.entries
 
 

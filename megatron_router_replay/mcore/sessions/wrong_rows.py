@@ -22,7 +22,7 @@ CLEAR, CLEARLY_MORE = 0.6, 0.25
 
 @dataclass(frozen=True, slots=True)
 class ComparedPlaces:
-    """Where compared rows are, in the order of micro-batches, sequences and positions.
+    """Places of compared rows, in the order of micro-batches, sequences and positions.
 
     Args:
         parts: (chunk, micro-batch) and (positions, sequences) of each micro-batch.

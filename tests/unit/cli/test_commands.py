@@ -73,7 +73,7 @@ def test_inspect_a_file_and_a_folder_of_steps(folder):
 
 def test_diff_exit_codes_json_and_page(folder):
     assert "The traces are the same." in call("diff", "good.safetensors", "reordered.safetensors").output
-    mrr.save_trace(mrr.load_trace("good.safetensors", rows=slice(0, 500)), "shorter.safetensors")
+    mrr.save_trace(mrr.load_trace("good.safetensors").gather_rows(slice(0, 500)), "shorter.safetensors")
     assert "what both cover is the same" in call("diff", "good.safetensors", "shorter.safetensors", code=1).output
     call("diff", "good.safetensors", "shorter.safetensors", "--common")
     call("diff", "good.safetensors", "no_tokens.safetensors", "--common", code=1)

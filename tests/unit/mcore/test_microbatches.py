@@ -43,7 +43,7 @@ def refused(start, rows, message, error=LayoutError, **values):
     mrr.close_sessions(chunk)
 
 
-# ---- what may be queued
+# ---- rows by hand
 
 
 def replay_without(row):
@@ -158,7 +158,7 @@ def test_rows_that_are_named_twice_are_counted_and_warned_of(caplog):
     assert "3 rows were named twice" in caplog.text
 
 
-# ---- tokens: what was queued, what the trace knows, what the forward gets
+# ---- tokens: of the rows by hand, of the trace, of the forward
 
 
 @pytest.mark.parametrize("position", range(8))
@@ -187,7 +187,7 @@ def test_tokens_that_the_caller_gives_are_compared_with_the_trace_and_the_forwar
     replayed(Chunk(), trace, token_ids=IDS)
     chunk = Chunk()
     with (
-        pytest.raises(LayoutError, match=r"\[0, 0\] is \d+, but what was queued there is of"),
+        pytest.raises(LayoutError, match=r"\[0, 0\] is \d+, but the row given there is of"),
         mrr.record(chunk) as recording,
     ):
         recording.microbatch(ROWS, token_ids=IDS)
@@ -258,7 +258,7 @@ def test_a_stage_without_tokens_refuses_rows_of_another_shape_in_its_first_route
 
 @pytest.mark.parametrize("batch", [(2, 4), (1, 8)], ids=["b = 2", "b = 1"])
 @pytest.mark.parametrize("given", [True, False])
-def test_a_recording_copies_what_is_queued_for_the_trainer_reuses_it(batch, given):
+def test_a_recording_copies_rows_by_hand_for_the_trainer_reuses_them(batch, given):
     chunk = Chunk()
     rows, ids = torch.arange(8).view(batch), tokens(*batch)
     rows_buffer, ids_buffer, padding = rows.clone(), ids.clone(), torch.zeros(batch)
@@ -303,7 +303,7 @@ def test_what_is_no_trace_or_no_share_is_refused_and_a_path_is_read(tmp_path):
     assert wrong_replays(seen, trace, ROWS) == 0
 
 
-def test_chunks_that_share_a_router_are_refused_where_micro_batches_are_queued():
+def test_chunks_that_share_a_router_are_refused_where_rows_are_given():
     one, other = Chunk(), Chunk(seed=1)
     other.layers[2].router = one.layers[2].router
     for start in QUEUED.values():
