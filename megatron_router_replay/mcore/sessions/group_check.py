@@ -2,8 +2,9 @@
 
 A collective cannot do this: where one rank raised, its peers would wait in it for ever, and the exchange of the next session
 would be shifted. So numbers go through the job's key-value store. The last rank to come reads those of all ranks and writes
-one result, which its peers read: at most four requests a rank, however many ranks there are. A rank that leaves its block by
-an exception, or cannot open its session, publishes that before it raises, and does not wait.
+one result, which its peers read. However many ranks there are, an end takes four requests a rank; an opening takes one, and
+the first rank deletes an older result there. A rank that leaves its block by an exception, or cannot open its session,
+publishes that before it raises, and does not wait.
 """
 
 from __future__ import annotations

@@ -397,7 +397,7 @@ def test_one_declared_token_in_front_of_every_sequence_may_be_a_bos_token(caplog
         caplog.clear()
         with pytest.warns(RuntimeWarning) if tokens[0][0] == 3 else nullcontext():
             check(alike([A, B]), list(tokens), [[-1, 0, 1, 2, 3], [-1, 4, 5, 6, -1]][: len(tokens)], options=options)
-        return "input_ids[0, 0]: one token 3 stands in front of each sequence" in caplog.text
+        return "input_ids[0, 0]: each sequence begins with one token 3, which is declared as padding" in caplog.text
 
     options: dict[str, Any] = {"padding_token_ids": [3, 0]}
     assert warned([3, *A], [3, *B, 0])
