@@ -122,7 +122,7 @@ def check_options(function: str, options: Iterable[str], known: Iterable[str]) -
 
 
 def with_checked_options(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a function whose TypeError about an unknown option has the most similar one that there is."""
+    """Return the function with a TypeError about an unknown option that names the most similar option."""
     known = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)

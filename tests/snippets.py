@@ -136,7 +136,7 @@ def given_names(folder: Path) -> dict[str, Any]:
         "loss_func": loss_func,
         "microbatches": make_microbatches(trace, prompt_lengths(response)),
         "trace": trace,
-        "num_tokens": len(trace),
+        "num_tokens": trace.num_tokens,
         "train_step": train_step,
         "forward_backward": train_step,
     }

@@ -194,8 +194,8 @@ FAULTS = (
     Fault("a batch one token late", "own", lambda r, f, d: r.roll(1, 2)),
     Fault("two layers exchanged", "own", lambda r, f, d: r[[0, 1, 3, 2, 4, 5]]),
     Fault("physical ids in a layer", "EPLB", _permuted(1.0, slice(2, 3))),
-    Fault("a quarter of ids, in a layer", "EPLB", _permuted(0.25, slice(2, 3))),
-    Fault("a quarter of ids, in all layers", "EPLB", _permuted(0.25, slice(None))),
+    Fault("a quarter of the experts have physical ids, in a layer", "EPLB", _permuted(0.25, slice(2, 3))),
+    Fault("a quarter of the experts have physical ids, in all layers", "EPLB", _permuted(0.25, slice(None))),
     Fault(
         "64 lost rows, the last one repeated", "NeMo-RL #3208", _rows(400, lambda r, f, e: r[:, 3, 399:400]), 64, 112
     ),

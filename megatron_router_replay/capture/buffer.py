@@ -120,7 +120,7 @@ class RoutingBuffer:
                 f"MRR701: layer_number {site.layer_number} handed over {topk_indices.dtype}: expected integer expert ids."
             )
         rows = topk_indices if topk_indices.dim() == 2 else topk_indices.flatten(0, -2)
-        # clamp needs -1, which unsigned dtypes cannot hold, and num_experts, which may not fit narrow ones.
+        # clamp needs -1, which no unsigned dtype has, and num_experts, which may not fit narrow ones.
         rows = rows if rows.dtype in (torch.int64, torch.int32) else rows.long()
         num_rows, is_graph = rows.shape[0], self._is_graph()
         # In a graph the sizes are constants of the capture, and the stamp shows a different number of rows later.

@@ -29,7 +29,7 @@ Array = NDArray[Any]
 
 @dataclass(slots=True, eq=False)
 class RequestRows:
-    """The rows of one request.
+    """Rows of a request.
 
     Args:
         request_id: the caller's.

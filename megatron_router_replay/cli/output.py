@@ -17,7 +17,7 @@ from megatron_router_replay.tables import printable
 
 BAD_INPUT, INTERRUPTED = 2, 130
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.", metavar="")]
-Step = Annotated[int | None, typer.Option(help="The step, if the folder holds several.", metavar="N")]
+Step = Annotated[int | None, typer.Option(help="The step, if the folder has several.", metavar="N")]
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def emit(text: str, values: Any, *, as_json: bool) -> None:
         typer.echo(json.dumps(values, indent=2) if as_json else _shown(text, sys.stdout))
         sys.stdout.flush()
     except OSError as error:
-        # What is left in the buffer would fail again when Python exits.
+        # The rest of the buffer would fail again when Python exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         fail(f"MRR501: cannot write to stdout: {error}.", error)
 

@@ -22,7 +22,7 @@ PADDING_TOKEN = 0
 
 @dataclass(kw_only=True)
 class StepResult:
-    """Observations of one rank in one training step.
+    """Observations of a rank in a training step.
 
     Args:
         used: layer_number -> [num_rows, num_experts] bool, the routing map of each trace row in the forward.

@@ -68,9 +68,9 @@ def run_demo(on_stage: Callable[[str], None] = lambda stage: None) -> DemoResult
         microbatches = make_microbatches(trace, prompt_lengths(response))
         size = LAYOUT.world_size
         on_stage("training step without replay, on 2 processes, pipeline parallel")
-        live = run_ranks(size, watched_step, checkpoint, LAYOUT, microbatches, None, len(trace))
+        live = run_ranks(size, watched_step, checkpoint, LAYOUT, microbatches, None, trace.num_tokens)
         on_stage("training step with replay")
-        replayed = run_ranks(size, watched_step, checkpoint, LAYOUT, microbatches, trace, len(trace))
+        replayed = run_ranks(size, watched_step, checkpoint, LAYOUT, microbatches, trace, trace.num_tokens)
     engine_logprobs = logprobs_by_row(response)
     mismatch = [logprob_mismatch(ranks[-1].logprobs, engine_logprobs) for ranks in (live, replayed)]
     return DemoResult(

@@ -1,4 +1,4 @@
-"""State what the differing decisions have in common: an expert, a token, the first rows of samples, an earlier expert.
+"""State facts that the differing decisions share: an expert, a token, the first rows of samples, an earlier expert.
 
 These are facts about decisions that no match of rows, samples, layers or ids explains. Noise exchanges near-ties, and gives
 each expert as many decisions as it takes; a fact is stated only of counts that noise does not give.
@@ -94,7 +94,7 @@ def _members(ids: Array, others: Array, num_experts: int) -> Array:
 
 
 def _token(given: Decisions) -> Iterator[Fact]:
-    """Yield the token whose rows alone differ in the lowest layer, or differ by far more than all other rows."""
+    """Yield the token with the only different rows of the lowest layer, or with far more of them than all others."""
     known = given.tokens >= 0
     rows = np.flatnonzero(given.different[:, 0] & known)
     if len(rows) < 2:

@@ -34,7 +34,7 @@ _MATCHES = {
     "that were loaded into another layer",
     "constant": "one route is repeated: a capture that stopped, filler, or a router that prefers its experts to all others",
 }
-"""What the matches of a kind say."""
+"""The conclusion from matches of a kind."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +53,7 @@ class _Onset:
 
 
 def conclude(diff: TraceDiff) -> str:
-    """Return the conclusion in one or a few sentences; the first begins in lower case and says whether the traces differ."""
+    """Return the conclusion in one or a few sentences; the first, whether the traces differ, begins in lower case."""
     if diff.same:
         return "the traces are the same."
     if diff.same_in_common and diff.decisions:
@@ -92,7 +92,7 @@ def _tokens(diff: TraceDiff) -> list[str]:
 
 
 def _matches(diff: TraceDiff) -> list[str]:
-    """Return what the matches of rows, samples, layers and ids say, those of most decisions first."""
+    """Return the conclusions from matches of rows, samples, layers and ids, those of most decisions first."""
     matches = [fact for fact in diff.facts if fact.rows is not None and fact.kind != "nothing"]
     if not diff.layer_numbers and not matches:
         return ["they have no layer in common."]
@@ -119,7 +119,7 @@ def _names(fact: Fact, diff: TraceDiff) -> str:
 
 
 def _by_layer(diff: TraceDiff) -> list[str]:
-    """Return where the unexplained decisions begin to differ, what they share, and the causes that fit."""
+    """Return where the unexplained decisions begin to differ, their common facts, and the causes that fit."""
     different = diff.unexplained[:, :-1].sum(dim=1).tolist()
     if not sum(different):
         return []

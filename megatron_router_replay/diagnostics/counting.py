@@ -103,7 +103,7 @@ class Difference:
 
 
 class Counter:
-    """The counts of a pass over two traces; `add` takes blocks of rows in order.
+    """Counts of a pass over two traces; `add` takes blocks of rows in order.
 
     Args:
         a, b: open traces of the same num_experts and topk.
@@ -165,20 +165,20 @@ class Counter:
         for block, versions in ((a, self.weight_versions_a), (b, self.weight_versions_b)):
             if block.weight_version is not None:
                 versions |= set(torch.unique(block.weight_version).tolist()) - {-1}  # -1 is unknown
-        rows = min(len(a), len(b))
+        rows = min(a.num_tokens, b.num_tokens)
         # Rows without a route contain filler; comparing it would count chance as disagreement.
         both = a.replay_mask[:rows] & b.replay_mask[:rows]
         num_both = int(both.sum())
         self.rows_only_a += int(a.replay_mask.sum()) - num_both
         self.rows_only_b += int(b.replay_mask.sum()) - num_both
         self.rows_compared += num_both
-        numbers = np.arange(start, start + max(len(a), len(b)))
+        numbers = np.arange(start, start + max(a.num_tokens, b.num_tokens))
         sample = self.samples.of_rows(numbers)
         position = torch.from_numpy(numbers - self.samples.starts[sample])[:rows]
         for only, block in ((self.only_a, a), (self.only_b, b)):
             alone = block.replay_mask.clone()
             alone[:rows] &= ~both
-            _count(only, torch.from_numpy(sample)[: len(block)][alone])
+            _count(only, torch.from_numpy(sample)[: block.num_tokens][alone])
         if not num_both:
             return
         self._add_tokens(a, b, both, start, sample[:rows])

@@ -322,7 +322,7 @@ class _Search:
     def _equal_rows(self, bad: Array, layer: int) -> tuple[Array, Array]:
         """Return bad rows of b, and rows of a with the same sets of experts in a layer, there and in the next two rows."""
         keys_a, keys_b = _keys(self.sets_a[:, self.column[layer]]), _keys(self.sets_b[:, layer])
-        if self.column[layer] < 0:  # a has no such layer, so nothing of it can be equal
+        if self.column[layer] < 0:  # a has no such layer, so no row of it can be equal
             keys_a = keys_a[:0]
         rows = np.flatnonzero((self.per_row(np.any(bad, axis=1)) & self.routed_b)[: len(keys_b)])
         order = np.argsort(keys_a, kind="stable")
@@ -356,14 +356,14 @@ class _Search:
             decided.add(place)
             offsets[begin:end][offsets[begin:end] == 0] = offset
             is_different |= place != sample
-        # Where the lengths of a stand for b's, rows of b may come after the last sample, and are in none.
+        # Where b has the lengths of a, rows of b may come after the last sample, and are in none.
         offsets[max(0, int(self.samples.starts[-1]) - self.first) :] = 0
         # Rows that moved in their own samples, or because an earlier sample has a different length, are a row fact.
         return offsets if is_different else np.zeros_like(offsets)
 
     def _moved(self, each: _Explanation, cells: Array) -> Iterator[tuple[Fact, Array, Array]]:
         """Yield one fact about all samples of b that match different samples of a."""
-        # A piece may have rows of two samples, so whole samples are judged again, by all of their rows.
+        # A piece may have rows of two samples, so whole samples are compared again, by all of their rows.
         offsets, taken = each.values, self.per_row(np.any(cells, axis=1)) & (each.values != 0)
         sources = self.samples_a.of_rows(np.arange(len(offsets)) + offsets + self.first)
         moved: dict[int, int] = {}
@@ -480,7 +480,7 @@ class _Search:
 def _read(source: TraceSource, start: int, num_rows: int) -> tuple[Array, Array, Array]:
     """Return the rows from `start` on: experts [num_rows, num_layers, topk], which have a route, token ids (-1: unknown)."""
     rows = source.read(start, start + num_rows)
-    missing = num_rows - len(rows)
+    missing = num_rows - rows.num_tokens
     ids, routed = rows.topk_indices.numpy(), rows.replay_mask.numpy()
     tokens = np.full(num_rows, -1) if rows.token_ids is None else np.pad(rows.token_ids.numpy(), (0, missing))
     return np.pad(ids, ((0, missing), (0, 0), (0, 0))), np.pad(routed, (0, missing)), tokens

@@ -68,7 +68,7 @@ class TraceSource:
         if self._rows is not None:
             blocks = [_gather(part, self._rows[start:stop]) for part in self.parts]
         else:
-            blocks = [part[start:stop] for part in self.parts]
+            blocks = [part.gather_rows(slice(start, stop)) for part in self.parts]
         if len(blocks) == 1:
             return blocks[0].to("cpu")
         try:

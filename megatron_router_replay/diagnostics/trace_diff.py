@@ -167,7 +167,7 @@ def counts_text(diff: TraceDiff, *, max_layers: int | None = None, hint: str = "
 
 
 def _origin_line(name: str, origin: str) -> str:
-    """Return the name and where the trace lies; a name that is the file's is not said twice."""
+    """Return the name and where the trace lies; a name that is the file's is given once."""
     is_name = PurePath(origin.partition(",")[0]).stem == name
     return printable(origin if is_name else f"{name}: {origin}")
 

@@ -195,7 +195,7 @@ def as_array(value: Any, *, source: Source) -> Array:
 
 
 def _has_bools(value: Any) -> bool:
-    """Return whether nested lists hold a bool."""
+    """Return whether there is a bool in nested lists."""
     if not isinstance(value, (list, tuple)):
         return False
     types = set(map(type, value))  # many times faster than a loop over the innermost lists

@@ -50,7 +50,7 @@ class StatedCount(NamedTuple):
 
 
 class RequestFields(NamedTuple):
-    """What to put into a request so that its reply has more, as an error can quote it; "" where an engine has no such field.
+    """Fields of a request that bring more into its reply, as an error can quote them; "" where an engine has no such field.
 
     Args:
         token_ids: brings the ids of prompt and output.
@@ -406,7 +406,7 @@ def is_count(value: Any) -> TypeGuard[int]:
 
 
 def read_counts(holder: Any, names: Mapping[str, Kind], *, prefix: str, source: Source) -> list[StatedCount]:
-    """Return the counts that `holder` states under `names`; absent and null ones are left out.
+    """Return the counts that an object states under `names`; absent and null ones are left out.
 
     Raises:
         PayloadError: a count is there and no integer of 0 or more.

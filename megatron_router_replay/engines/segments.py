@@ -34,7 +34,7 @@ class RoutingSegments:
         self._trace: RoutingTrace | None = None
 
     def __len__(self) -> int:
-        return 0 if self._trace is None else len(self._trace)
+        return 0 if self._trace is None else self._trace.num_tokens
 
     @property
     def next_start(self) -> int:
@@ -83,12 +83,12 @@ class RoutingSegments:
             return
         _check_history(old, new)
         # A turn may be shorter than the tokens so far, when it was requested again.
-        rows = torch.arange(max(len(old), len(new)))
-        shared = min(len(old), len(new))
+        rows = torch.arange(max(old.num_tokens, new.num_tokens))
+        shared = min(old.num_tokens, new.num_tokens)
         # The first generation wins: of rows that both have, only those without a route so far take the new one.
-        from_new = rows >= len(old)
+        from_new = rows >= old.num_tokens
         from_new[:shared] = new.replay_mask[:shared] & ~old.replay_mask[:shared]
-        self._trace = concat_traces([old, new]).gather_rows(rows + len(old) * from_new)
+        self._trace = concat_traces([old, new]).gather_rows(rows + old.num_tokens * from_new)
 
     def trace(self, *, sample_id: str | None = None) -> RoutingTrace:
         """Return the joined trace, with sequence_lengths (len(self),).
@@ -106,7 +106,7 @@ class RoutingSegments:
 
 def _check_history(old: RoutingTrace, new: RoutingTrace) -> None:
     """Raise unless a turn has the tokens that are known so far."""
-    shared = min(len(old), len(new))
+    shared = min(old.num_tokens, new.num_tokens)
     assert old.token_ids is not None
     assert new.token_ids is not None
     different = (old.token_ids[:shared] != new.token_ids[:shared]).nonzero()
@@ -167,7 +167,7 @@ def join_prefill_decode(
         )
     # The token that the prefill server sampled is dropped: the decode server samples it again.
     whole = build_trace([engine.sample(prefill, given, info)], model=info)
-    first = whole[:length]
+    first = whole.gather_rows(slice(0, length))
     missing = (~first.replay_mask).nonzero()
     if len(missing) and given.missing != "live":
         raise PayloadError(
@@ -179,9 +179,9 @@ def join_prefill_decode(
     generated = replace(engine.sample(decode, given, info), begin=length)
     segments.append(build_trace([generated], model=info))
     joined = segments.trace(sample_id=sample_id)
-    if len(whole) > len(joined):
+    if whole.num_tokens > joined.num_tokens:
         raise PayloadError(
-            f"MRR315: {engine.title}: the prefill reply has {len(whole)} tokens, the decode reply {len(joined)}: give the "
-            "prefill reply first, and request one output token from that server."
+            f"MRR315: {engine.title}: the prefill reply has {whole.num_tokens} tokens, the decode reply "
+            f"{joined.num_tokens}: give the prefill reply first, and request one output token from that server."
         )
     return joined

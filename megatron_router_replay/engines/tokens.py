@@ -90,7 +90,7 @@ def resolve_tokens(reply: Reply, options: DecodeOptions) -> SampleTokens:
 
 
 def _missing_ids(reply: Reply) -> PayloadError:
-    """Return the error of a reply that says neither its ids nor their number."""
+    """Return the error of a reply without its ids and without their number."""
     if reply["output_token_ids"] is not None:
         come, advice = "with the ids of the output alone", "pass the prompt that you sent as prompt_token_ids=..."
     else:

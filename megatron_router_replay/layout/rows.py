@@ -23,7 +23,7 @@ def count_differing_tokens(
     Args:
         input_ids: [b, s] integers.
         expected: [b, s] integers, the token of each position; below 0: not known.
-        rows: [b, s] integers, the trace rows that these are of; None: they were queued as such.
+        rows: [b, s] integers, the trace rows that these are of; None: they were given by hand.
         why: the cause, for the message.
 
     Returns:
@@ -43,7 +43,7 @@ def count_differing_tokens(
         token, recorded, *row = values.flatten().tolist()
         num_wrong, num_known = counts.tolist()
         at = list(divmod(int(first), length))
-        there = f"its routing row {row[0]} was recorded for" if row else "what was queued there is of"
+        there = f"its routing row {row[0]} was recorded for" if row else "the row given there is of"
         return f"input_ids{at} is {token}, but {there} token {recorded} ({num_wrong} of {num_known} positions differ): {why}"
 
     return counts[0], detail

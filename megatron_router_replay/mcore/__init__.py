@@ -11,7 +11,7 @@ from megatron_router_replay.mcore.sessions.replay import replay
 from megatron_router_replay.mcore.sessions.report import SessionReport
 from megatron_router_replay.mcore.sessions.session import Session, close_sessions
 
-# Before anybody wraps a router's method: a wrapper that holds the method from before the hook would pass it by.
+# Before other code wraps a router's method: a wrapper of the method from before the hook would pass it by.
 hooks.install()
 
 __all__ = [

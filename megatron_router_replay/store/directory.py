@@ -120,7 +120,7 @@ class TraceStore:
     def load_step(
         self, step: int, *, allow_gaps: bool = False, run: str | None = None, device: torch.device | str = "cpu"
     ) -> RoutingTrace:
-        """Return a step's trace, joined by `merge_traces` from the parts of one run.
+        """Return a step's trace, joined by `merge_traces` from the parts of a run.
 
         Args:
             allow_gaps: as for `merge_traces`.

@@ -31,7 +31,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_router_replay.checks import shown
+from megatron_router_replay.checks import shown, with_checked_options
 from megatron_router_replay.errors import StoreError
 from megatron_router_replay.store.atomic import as_path, check_regular, naming, replacing
 from megatron_router_replay.trace.header import TraceHeader
@@ -75,11 +75,12 @@ def save_trace(trace: RoutingTrace, path: str | os.PathLike[str]) -> Path:
     return path
 
 
+@with_checked_options
 def load_trace(
     path: str | os.PathLike[str],
     *,
     layer_numbers: Sequence[int] | None = None,
-    rows: slice | None = None,
+    samples: slice | None = None,
     device: torch.device | str = "cpu",
 ) -> RoutingTrace:
     """Return the trace in a file, or a slice of it.
@@ -88,25 +89,25 @@ def load_trace(
 
     Args:
         layer_numbers: load these layers only.
-        rows: slice(start, stop), load these rows only. Sample metadata is then dropped.
+        samples: slice(start, stop), load these samples only, as `trace[start:stop]` has them.
 
     Raises:
-        StoreError: the file is missing, truncated, altered or no trace file, or has no such layer or rows.
+        StoreError: the file is missing, truncated, altered or no trace file, or has no such layer or samples.
     """
     path = as_path(path)
     with naming(path, "load"):
-        if layer_numbers is None and rows is None:
+        if layer_numbers is None and samples is None:
             return _read(path, copy=True).to(device)
         trace = map_trace(path)
         if layer_numbers is not None:
             trace = trace.select_layers(layer_numbers)
-        if rows is not None:
-            if not isinstance(rows, slice):
-                raise StoreError(f"MRR106: rows={shown(rows)} is no slice: give slice(start, stop).")
-            start, stop = rows.start or 0, trace.num_tokens if rows.stop is None else rows.stop
-            if rows.step not in (None, 1) or not 0 <= start <= stop <= trace.num_tokens:
+        if samples is not None:
+            if not isinstance(samples, slice):
+                raise StoreError(f"MRR106: samples={shown(samples)} is no slice: give slice(start, stop).")
+            start, stop = samples.start or 0, len(trace) if samples.stop is None else samples.stop
+            if samples.step not in (None, 1) or not 0 <= start <= stop <= len(trace):
                 raise StoreError(
-                    f"MRR106: it has {trace.num_tokens} tokens, not {rows}: give 0 <= start <= stop, step 1."
+                    f"MRR106: it has {len(trace)} samples, not {samples}: give 0 <= start <= stop, step 1."
                 )
             trace = trace[start:stop]
         return trace.clone().to(device)
@@ -132,7 +133,7 @@ def read_header(path: Path) -> TraceHeader:
 
 @contextmanager
 def _open(path: Path) -> Iterator[Any]:
-    """Open a safetensors file, which a save may replace meanwhile."""
+    """Open a safetensors file, which a save may replace at any time."""
     check_regular(path)
     with path.open("rb") as file:
         head = file.read(9)  # a length of 8 bytes, and the brace of a JSON object

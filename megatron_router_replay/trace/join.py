@@ -1,4 +1,4 @@
-"""Join the parts that ranks recorded of one batch: all layers and all rows, piece by piece.
+"""Join the parts that ranks recorded of a batch: all layers and all rows, piece by piece.
 
 Rows are global names of tokens. Pipeline stages bring other layers, data-, context- and sequence-parallel ranks other rows; a
 row that two parts have is compared. `merge_traces` gives whole parts, `recording.gather` the messages of ranks.

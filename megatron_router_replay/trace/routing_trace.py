@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from megatron_router_replay.checks import as_integer
+from megatron_router_replay.checks import as_integer, with_checked_options
 from megatron_router_replay.errors import TraceError, listed
 from megatron_router_replay.trace.ids import check_topk_indices
 from megatron_router_replay.trace.runs import as_slice
@@ -121,6 +121,7 @@ class RoutingTrace:
         )
 
     @classmethod
+    @with_checked_options
     def from_samples(
         cls,
         tokens: Sequence[ArrayLike | Tensor],
@@ -243,24 +244,33 @@ class RoutingTrace:
         return self.topk_indices.device
 
     def __len__(self) -> int:
-        return self.num_tokens
-
-    def __getitem__(self, rows: slice) -> RoutingTrace:
-        """Return some rows, in order, as a view: `trace[:5]`, `trace[-3:]`, `trace[::2]`; sample metadata is dropped.
-
-        Raises:
-            TraceError: anything but a slice with a step of 1 or more.
-        """
-        if not isinstance(rows, slice) or (rows.step is not None and rows.step < 1):
-            raise TraceError(
-                f"MRR106: cannot take {rows!r} of a trace: trace[start:stop] takes neighbours, trace.gather_rows(rows) "
-                "any rows in any order, and trace.samples() yields whole samples."
-            )
-        return self._rows(rows, sequence_lengths=None, sample_ids=None)
+        """Return the number of samples, as `list(trace)` has them; `num_tokens` counts rows."""
+        return len(self._known_lengths())
 
     def __iter__(self) -> Iterator[RoutingTrace]:
-        """Yield each sample's trace, as `samples` does; `len(trace)` counts tokens."""
-        return self.samples()
+        """Yield each sample's trace, as views."""
+        ends = [0, *accumulate(self._known_lengths())]
+        return (self._samples(slice(i, i + 1), ends) for i in range(len(ends) - 1))
+
+    def __getitem__(self, index: int | slice) -> RoutingTrace:
+        """Return a sample, `trace[0]`, or several, `trace[:100]`, as of a list; `gather_rows` takes rows.
+
+        Neighbours are a view.
+
+        Raises:
+            TraceError: the trace has no sequence_lengths, or the index is neither an integer nor a slice.
+            IndexError: the trace has no such sample.
+        """
+        ends = [0, *accumulate(self._known_lengths())]
+        numbers = range(len(ends) - 1)
+        if isinstance(index, slice):
+            return self._samples(as_slice(numbers[index]), ends)
+        number = as_integer("the index of a sample", index)
+        try:
+            number = numbers[number]
+        except IndexError:  # no TraceError: Python's own protocols end at an IndexError
+            raise IndexError(f"MRR106: the trace has {len(numbers)} samples, and no sample {number}.") from None
+        return self._samples(slice(number, number + 1), ends)
 
     def __repr__(self) -> str:
         routed = f"{int(self.replay_mask.sum())} with a route"
@@ -343,15 +353,17 @@ class RoutingTrace:
         removed = as_mask("the mask", mask, self.num_tokens).to(self.device)
         return self._with(replay_mask=self.replay_mask & ~removed)
 
-    def gather_rows(self, rows: Tensor | Sequence[int]) -> RoutingTrace:
-        """Return a copy with these rows in this order; sample metadata is dropped.
+    def gather_rows(self, rows: Tensor | Sequence[int] | slice) -> RoutingTrace:
+        """Return these rows in this order, a copy; of a slice a view. The result has no samples: `with_samples` names them.
 
         Args:
-            rows: [n] any integer dtype, each in 0..num_tokens-1; a row may appear more than once.
+            rows: [n] any integer dtype, each in 0..num_tokens-1; a row may appear more than once. Or a slice.
 
         Raises:
             TraceError: a row lies outside the trace.
         """
+        if isinstance(rows, slice):
+            return self._rows(rows, sequence_lengths=None, sample_ids=None)
         index = as_integer_tensor("rows", rows).to(device=self.device, dtype=torch.int64)
         if index.dim() != 1:
             raise TraceError(f"MRR106: rows must be one-dimensional, got shape {list(index.shape)}.")
@@ -364,16 +376,12 @@ class RoutingTrace:
         return self._rows(index, sequence_lengths=None, sample_ids=None)
 
     def samples(self) -> Iterator[RoutingTrace]:
-        """Yield each sample's trace, as views.
+        """Yield each sample's trace, as views; so does the trace itself.
 
         Raises:
             TraceError: the trace has no sequence_lengths.
         """
-        if self.sequence_lengths is None:
-            raise TraceError("MRR105: this trace does not know its samples: make it with sequence_lengths=...")
-        for i, (end, length) in enumerate(zip(accumulate(self.sequence_lengths), self.sequence_lengths)):
-            names = None if self.sample_ids is None else (self.sample_ids[i],)
-            yield self._rows(slice(end - length, end), sequence_lengths=(length,), sample_ids=names)
+        return iter(self)
 
     def to(self, device: torch.device | str) -> RoutingTrace:
         """Return the trace with its tensors on `device`."""
@@ -384,8 +392,27 @@ class RoutingTrace:
         copies = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in self._tensors()}
         return self._with(**copies)
 
+    def _samples(self, chosen: slice | list[int], ends: list[int]) -> RoutingTrace:
+        """Return these samples; sample i has the rows ends[i]..ends[i + 1] - 1."""
+        numbers = range(chosen.start, chosen.stop) if isinstance(chosen, slice) else chosen
+        rows: slice | Tensor
+        if isinstance(chosen, slice):
+            rows = slice(ends[chosen.start], ends[chosen.stop])
+        else:
+            rows = torch.cat([torch.arange(ends[i], ends[i + 1], device=self.device) for i in chosen])
+        names = None if self.sample_ids is None else tuple(self.sample_ids[i] for i in numbers)
+        return self._rows(rows, sequence_lengths=tuple(ends[i + 1] - ends[i] for i in numbers), sample_ids=names)
+
     def _rows(self, index: slice | Tensor, **metadata: Any) -> RoutingTrace:
         return self._with(**{name: tensor[index] for name, tensor in self._tensors()}, **metadata)
+
+    def _known_lengths(self) -> tuple[int, ...]:
+        if self.sequence_lengths is None:
+            raise TraceError(
+                "MRR105: this trace does not know its samples: make it with sequence_lengths=..., or cut it by "
+                "trace.with_samples(lengths). trace.num_tokens counts its rows, trace.gather_rows takes some."
+            )
+        return self.sequence_lengths
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, tensor) for name in TENSOR_FIELDS if (tensor := getattr(self, name)) is not None)

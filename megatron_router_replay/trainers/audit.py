@@ -135,7 +135,7 @@ def _without_doubtful_routes(trace: RoutingTrace) -> RoutingTrace:
     for length in trace.sequence_lengths or ():
         begins.setdefault(tuple(ids[begin : begin + length]), []).append(begin)
         begin += length
-    differs = torch.zeros(len(trace), dtype=torch.bool)
+    differs = torch.zeros(trace.num_tokens, dtype=torch.bool)
     for tokens, equal in begins.items():
         rows = torch.tensor(equal).unsqueeze(1) + torch.arange(len(tokens))
         routes, masks = trace.topk_indices[rows].sort(dim=3).values, trace.replay_mask[rows]

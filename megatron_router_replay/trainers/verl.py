@@ -213,13 +213,13 @@ def _record(chunks: Any, data: Any, run: Callable[[], Any]) -> Any:
         return output
     # Routes depend on the tokens before them alone, so equal samples take the rows of the longest sequence.
     sequences: dict[tuple[int, ...], RoutingTrace] = {}
-    for sequence in sorted(whole.samples(), key=len):
+    for sequence in sorted(whole.samples(), key=lambda sample: sample.num_tokens):
         assert sequence.token_ids is not None, "a recording has them"
         sequences[_without_padding(sequence.token_ids)] = sequence
     values, ids = [], data["input_ids"]
     for i, tokens in enumerate(ids.unbind()):
         recorded = sequences.get(_without_padding(tokens))
-        if recorded is None or not bool(recorded.replay_mask[: len(tokens)].all()) or len(recorded) < len(tokens):
+        if recorded is None or not bool(recorded.replay_mask[: len(tokens)].all()) or recorded.num_tokens < len(tokens):
             raise ReplayStateError(f"MRR807: sample {i} has tokens that no rank recorded.")
         values.append(token_layers.add(recorded.topk_indices[: len(tokens)], tokens, sample=i))
     output["model_output"]["routed_experts"] = torch.nested.nested_tensor_from_jagged(

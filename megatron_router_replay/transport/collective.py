@@ -84,7 +84,7 @@ class RouteGroup:
         bucket_bytes: the same in all processes. A sender stages at most four buckets, whatever the payload.
         timeout: for a batch to arrive everywhere once all processes have begun it, consumers of `stream` included.
         ready_timeout: for all processes to begin, at the start and with every batch: longer than a rollout. A process that
-            was killed between batches ends the waits for it no sooner; the log names it after a minute.
+            was killed or stopped between batches ends the waits for it after 5 minutes; the log names it after one.
         times: where seconds are counted; make one to count decoding in it, too.
 
     Raises:
@@ -265,7 +265,7 @@ class RouteGroup:
                 format = plan[bucket.place].format
                 memory = views_of_bytes(staging[i % _NUM_BUFFERS], format, bucket.stop - bucket.start)
                 source.fill(bucket.runs, format.layer_numbers, memory)
-                if type(source) is not TraceRows:  # whose rows were checked when the traces were made
+                if type(source) is not TraceRows:  # TraceRows were checked when their traces were made
                     check_rows(memory, format)
                 under_way.append(self._connections.send(_messages(memory), rank_of[bucket.place]))
             for transfer in under_way:

@@ -74,7 +74,7 @@ class TraceRows:
                 trace = bisect_right(self._ends, start)
                 first_row = self._ends[trace - 1] if trace else 0
                 length = min(stop, self._ends[trace]) - start
-                # Rows of one trace at a time: a run of the batch may end in another trace.
+                # Rows of a single trace at a time: a run of the batch may end in another trace.
                 rows, target = slice(start - first_row, start - first_row + length), slice(at, at + length)
                 for name, tensors in self._tensors.items():
                     if name != "topk_indices":

@@ -5,8 +5,6 @@ import pytest
 from megatron_router_replay.testing import ParallelSizes
 from tests.functional.mcore.cases import FULL
 from tests.trainers import oracle, rebuilt, small_model
-from tests.trainers.stand_ins import trainer_imports
-from tests.trainers.steps import write
 
 
 @pytest.fixture
@@ -18,10 +16,12 @@ def trainer(request, tmp_path):
         for old, new in params.get("edits", ()):
             text = text.replace(old, new)
         files[path] = text
-    with trainer_imports(write(tmp_path, files), (name,)), oracle.process():
+    with rebuilt.imports(tmp_path, files), oracle.process():
         yield name
 
 
 @pytest.fixture
-def chunks():
-    return small_model.build(ParallelSizes(), **FULL)
+def chunks(request):
+    params = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    # Only Megatron-RL's engine records with Megatron-Core's RouterReplay here.
+    return small_model.build(ParallelSizes(), moe_enable_routing_replay=params.get("name") == "megatron_rl", **FULL)

@@ -29,9 +29,8 @@ from megatron_router_replay.testing import ParallelSizes
 from megatron_router_replay.trainers import megatron_rl
 from megatron_router_replay.trainers.request_routes import RequestRoutes
 from tests.trainers import oracle, small_model
-from tests.trainers.slime import Args
 from tests.trainers.sources import Source
-from tests.trainers.stand_ins import missing_modules
+from tests.trainers.stand_ins import Config, missing_modules
 
 SOURCE = Source(name="megatron_rl", packages=("megatron",), variable="MEGATRON_LM_DIR")
 PAD, SEQ_LENGTH, EPOCH = 0, 24, 3
@@ -91,8 +90,8 @@ def imports(folder: str) -> Iterator[SimpleNamespace]:
         yield SimpleNamespace(**{name: importlib.import_module(module) for name, module in names.items()})
 
 
-def arguments(layout: ParallelSizes, *, packs: bool, steps: int, rows: int) -> Args:
-    return Args(
+def arguments(layout: ParallelSizes, *, packs: bool, steps: int, rows: int) -> Config:
+    return Config(
         check_for_nan_in_loss_and_grad=False,
         cuda_graph_impl="none",
         data_parallel_size=layout.world_size // (layout.tp_size * layout.pp_size * layout.cp_size),
@@ -240,13 +239,12 @@ def step(
 ) -> Any:
     """Log-probs, the reference's, and training steps; {pass: (decisions, wrong)} of each, and the bytes that came in.
 
-    Args:
+    Config:
         flags: packs, steps; replays=False: our hooks see a model without the flag; other_tokens: a rollout has others.
     """
     flags = {"packs": False, "steps": 1, "replays": True, "other_tokens": False} | flags
     with imports(folder) as modules:
         megatron_rl._store = RequestRoutes()
-        torch._dynamo.config.disable = True
         chunks = build(layout, **options)
         requests, route_of = rollouts()
         args = arguments(layout, packs=flags["packs"], steps=flags["steps"], rows=len(requests))

@@ -43,7 +43,6 @@ def step(
         plants: it gets one wrong row.
     """
     with trainer_imports(folder, ("miles",), services=SERVICES), oracle.process():
-        torch._dynamo.config.disable = True
         from miles.backends.megatron_utils import actor, model, parallel
         from miles.backends.training_utils import data, log_utils
         from miles.backends.training_utils.parallel import set_parallel_state

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -15,7 +12,7 @@ from megatron_router_replay.testing import ParallelSizes
 from megatron_router_replay.trainers import ms_swift
 from tests.trainers import oracle, small_model
 from tests.trainers.sources import Source
-from tests.trainers.stand_ins import trainer_imports
+from tests.trainers.stand_ins import Config, trainer_imports
 
 SOURCE = Source(name="ms_swift", packages=("swift",))
 SERVICES = ("ray", "transformers", "peft", "datasets", "accelerate", "mcore_bridge")
@@ -27,15 +24,6 @@ ZOO = (
     "swift.rlhf_trainers.grpo_trainer",
 )
 """Modules of each architecture, of data sets and of its backend without Megatron: no case runs them."""
-
-
-class Config(SimpleNamespace):
-    """ms-swift's arguments; what a case does not set is off."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return None
 
 
 def arguments(layout: ParallelSizes, *, packs: bool) -> Config:
@@ -71,8 +59,8 @@ def micro_batches(seed: int, args: Config) -> list[dict[str, Any]]:
         remove_unused_columns=True,
         sequence_parallel_size=args.context_parallel_size,
         task_type="causal_lm",
-        tokenizer=SimpleNamespace(pad_token_id=unused_token()),
-        processor=SimpleNamespace(pad_token_id=unused_token()),
+        tokenizer=SimpleNamespace(pad_token_id=oracle.unused_tokens(seed)[0]),
+        processor=SimpleNamespace(pad_token_id=oracle.unused_tokens(seed)[0]),
     )
     # Multimodal data alone.
     template._data_collator_mm_data = lambda batch: {}
@@ -103,12 +91,6 @@ def micro_batches(seed: int, args: Config) -> list[dict[str, Any]]:
     return made
 
 
-def unused_token() -> int:
-    """Return a token that no sample has, for padding."""
-    used = {int(token) for seed in range(2) for part in oracle.rollout(seed)[0] for token in part}
-    return min(set(range(1, oracle.VOCAB)) - used)
-
-
 def step(
     folder: str,
     layout: ParallelSizes,
@@ -124,12 +106,7 @@ def step(
         audits: ms-swift's own replay is in the routers.
         plants: it gets one wrong row.
     """
-    with (
-        trainer_imports(folder, SOURCE.packages, services=SERVICES + ZOO),
-        oracle.process(),
-        _own_replay(audits, plants),
-    ):
-        torch._dynamo.config.disable = True
+    with trainer_imports(folder, SOURCE.packages, services=SERVICES + ZOO), oracle.process(plants=plants):
         ms_swift.install()
         from swift.megatron.trainers import base, grpo_trainer
 
@@ -171,16 +148,3 @@ def step(
 def _without_mask(model: Any, args: Any, kwargs: Any) -> Any:
     known = ("input_ids", "position_ids", "packed_seq_params")
     return args, {name: kwargs.get(name) for name in known} | {"attention_mask": None}
-
-
-@contextmanager
-def _own_replay(audits: bool, plants: bool) -> Iterator[None]:
-    """Leave nothing in the process of the routers that are built for ms-swift's own replay."""
-    from megatron.core.transformer.moe.router_replay import RouterReplay
-
-    take = RouterReplay.set_target_indices
-    with mock.patch.object(RouterReplay, "set_target_indices", oracle.planting(take) if plants else take):
-        try:
-            yield
-        finally:
-            RouterReplay.global_router_replay_instances.clear()

@@ -106,7 +106,6 @@ def step(
     # Before Python 3.12, which NeMo-RL requires, pydantic needs the other TypedDict.
     newer = mock.patch.object(typing, "TypedDict", typing_extensions.TypedDict)
     with newer, trainer_imports(folder, SOURCE.packages, services=SERVICES), oracle.process():
-        torch._dynamo.config.disable = True
         from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig, ClippedPGLossFn
         from nemo_rl.distributed.batched_data_dict import BatchedDataDict
         from nemo_rl.models.megatron import data as megatron_data

@@ -12,7 +12,7 @@ import os
 import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any
 from unittest import mock
@@ -180,7 +180,12 @@ def own_routes(chunks: list[Any], ids: Tensor) -> Tensor:
 
     handles = [each.register_forward_hook(keep) for each in chunks[0].modules() if isinstance(each, TopKRouter)]
     with torch.no_grad():
-        chunks[0](ids.unsqueeze(0), torch.arange(len(ids)).unsqueeze(0), None)
+        chunks[0](
+            input_ids=ids.unsqueeze(0),
+            position_ids=torch.arange(len(ids)).unsqueeze(0),
+            attention_mask=None,
+            packed_seq_params=None,
+        )
     for handle in handles:
         handle.remove()
     return routes
@@ -196,15 +201,45 @@ FINDINGS: list[Any] = []
 
 
 @contextmanager
-def process() -> Iterator[None]:
-    """End a trainer's process with the block: restore the environment, uninstall the hooks."""
-    with mock.patch.dict(os.environ):
+def process(*, plants: bool = False) -> Iterator[None]:
+    """End a trainer's process with the block: restore the environment and Megatron-Core's classes, uninstall the hooks.
+
+    Args:
+        plants: Megatron-Core's RouterReplay gets one wrong row.
+    """
+    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ))
+        stack.enter_context(torch._dynamo.config.patch(disable=True))
+        # What trainers and their hooks replace.
+        for owner in (TopKRouter, RouterReplay):
+            stack.callback(_restore, owner, dict(vars(owner)))
+        stack.callback(RouterReplay.global_router_replay_instances.clear)
+        if plants:
+            RouterReplay.set_target_indices = planting(RouterReplay.set_target_indices)  # type: ignore[method-assign]
         try:
             yield
         finally:
             if replayer.is_installed():
                 FINDINGS[:] = getattr(replayer.active(), "findings", [])
             replayer.uninstall()
+
+
+def _restore(owner: Any, before: dict[str, Any]) -> None:
+    """Give a class the attributes that it had before."""
+    for name, value in list(vars(owner).items()):
+        if name not in before:
+            delattr(owner, name)
+        elif value is not before[name]:
+            setattr(owner, name, before[name])
+
+
+def unused_tokens(seed: int) -> list[int]:
+    """Return tokens that no sample of a rank has, for padding; 0 is not among them."""
+    used = {int(token) for part in rollout(seed)[0] for token in part}
+    return sorted(set(range(1, VOCAB)) - used)
 
 
 def audited(step: Any, word: str, *args: Any) -> tuple[Any, list[Any]]:

@@ -1,7 +1,15 @@
 """The functions of each trainer that our hooks need, rebuilt in a few lines, with passes that go through schedules.
 
-Each `run(schedule, forward_only)` is `passes` of `test_rebuilt.py`. Facts of the trainers' code, none of its text.
+Each `run(schedule, forward_only)` is `passes` of `steps.py`. Facts of the trainers' code, none of its text.
 """
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.trainers.stand_ins import trainer_imports
 
 SLIME = {
     "slime/utils/routing_replay.py": """
@@ -194,47 +202,216 @@ class AgentLoopWorker:
 }
 """For the names alone: verl's own code runs in `tests/functional/verl`."""
 
+ROLL = {
+    "roll/utils/functionals.py": """
+from types import SimpleNamespace
+from torch import arange, tensor
+from torch.nn.utils.rnn import pad_sequence
+
+def postprocess_generate(output, routed_experts=None):
+    input_ids = pad_sequence(output, batch_first=True)
+    lengths = tensor([[len(part)] for part in output])
+    batch = {"input_ids": input_ids, "attention_mask": (arange(input_ids.shape[1]) < lengths).long()}
+    if routed_experts is not None:
+        rows = [part.new_zeros(input_ids.shape[1], *part.shape[1:]) for part in routed_experts]
+        for row, part in zip(rows, routed_experts):
+            row[:len(part)] = part
+        batch["routed_experts"] = pad_sequence(rows, batch_first=True)
+    return SimpleNamespace(batch=batch)
+""",
+    "roll/distributed/strategy/megatron_strategy.py": """
+from functools import partial
+from types import SimpleNamespace
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+class MegatronInferStrategy:
+    enable_router_replay = True
+
+    def inner_forward_step(self, data, run):
+        assert {"input_ids", "attention_mask"} <= set(data.batch)
+        assert not (self.enable_router_replay and "routed_experts" in data.batch), "ROLL's own replay is on"
+        return run()
+
+    def forward_step(self, batch, run):
+        assert not ("routed_experts" in batch.batch and self.enable_router_replay), "ROLL's own replay is on"
+        return self.inner_forward_step(batch, partial(run, self.forward_backward_func, forward_only=True))
+
+class MegatronTrainStrategy(MegatronInferStrategy):
+    def initialize(self, chunks):
+        self.model = SimpleNamespace(get_models=lambda: chunks)
+        self.forward_backward_func = get_forward_backward_func()
+
+    def train_step(self, batch, run):
+        assert not self.enable_router_replay and "routed_experts" in batch.batch, "ROLL's own replay is on"
+        losses = self.inner_forward_step(batch, partial(run, self.forward_backward_func, forward_only=False))
+        return {"loss": losses}
+""",
+}
+
+MS_SWIFT = {
+    "swift/megatron/trainers/utils.py": """
+def prepare_batch(args, data, vp_stage=None):
+    return {name: data[name] for name in data if name not in ("seq_lens", "text_position_ids", "position_ids")}
+
+def compute_per_token_logps_fn(model, args, data_iterator, enable_routing_replay=False):
+    data = next(data_iterator)
+    routed_experts = data.pop("routed_experts")
+    assert set(prepare_batch(args, data)) == {"input_ids"}
+    assert not args.is_replay_forward_action, "no router has an action"
+    return args.forward_step_helper(), None
+""",
+    "swift/megatron/trainers/base.py": """
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+class BaseMegatronTrainer:
+    def _replace_data_iterator(self, data_iterator):
+        return data_iterator
+
+    def train_step(self, train_data_iterator):
+        for each in self.wrapped_models:
+            each.train()
+        data_iterator = self._replace_data_iterator(train_data_iterator)
+        RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        self.forward_step(data_iterator)
+        metrics = self.args.run(get_forward_backward_func(), forward_only=False)
+        RouterReplay.clear_global_router_replay_action()
+        return metrics
+""",
+    "swift/megatron/trainers/rollout_mixin.py": """
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from .utils import compute_per_token_logps_fn
+
+class MegatronRolloutMixin:
+    def _replace_data_iterator(self, data_iterator):
+        batches = list(data_iterator)
+        for each in batches:
+            self.compute(each)  # the reference's
+        for each in batches:
+            RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+            each["routed_experts"] = self.compute(each)[1]
+            RouterReplay.clear_global_router_replay_action()
+        for each in self.unwrapped_models:
+            each.train()
+        return iter(batches)
+
+    def compute(self, batch):
+        return compute_per_token_logps_fn(self.unwrapped_models[0], self.args, iter([dict(batch)]))
+""",
+    "swift/megatron/trainers/grpo_trainer.py": """
+from .base import BaseMegatronTrainer
+from .rollout_mixin import MegatronRolloutMixin
+
+class MegatronGRPOTrainer(MegatronRolloutMixin, BaseMegatronTrainer):
+    def forward_step(self, data_iterator):
+        assert not self.args.is_replay_forward_action and not self.args.set_router_replay_data
+        assert all("routed_experts" not in data for data in data_iterator), "ms-swift's own replay is on"
+""",
+}
+
 MEGATRON_RL = {
+    "megatron/rl/sequence_packing_utils.py": """
+from types import SimpleNamespace
+
+def pack_all_trajectories(trajs):
+    bins = {"all_gather": SimpleNamespace(bin_seq_indices=[[2, 3], [0, 1], [4], [5]])}
+    return SimpleNamespace(packing_info=bins["all_gather"])
+""",
     "megatron/rl/rl_utils.py": """
+from functools import partial
+from types import SimpleNamespace
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.rl.sequence_packing_utils import pack_all_trajectories
+
+def get_args():
+    return SimpleNamespace()
+
 def get_inference_interface(args, loop, model):
-    return MegatronLocal.launch(model[0])
+    return "MegatronLocal"
 
 def prepare_trajectories(rows, tokenizer):
-    return [row.trajectory[-1] + [tokenizer.pad] for row in rows], [row.generation_mask for row in rows]
+    return [(row.trajectory[-1] + [tokenizer.pad], row.generation_mask) for row in rows]
 
 def compute_logprobs_batch(model, packing_context, forward_backward_func):
-    return forward_backward_func(model=model)
+    return forward_backward_func()
 
-def prepare_data_for_update(model, rollouts, tokenizer, request_ledger):
-    prepare_trajectories(rollouts, tokenizer)
-    packing_context = pack_all_trajectories(rollouts)
+def prepare_data_for_update(model, rollouts, tokenizer, request_ledger, run):
+    rows = [each for group in rollouts for each in group]
+    packing_context = pack_all_trajectories(prepare_trajectories(rows, tokenizer))
     for name in ("rl/compute-old-logprobs", "rl/compute-ref-logprobs"):
-        compute_logprobs_batch(model, packing_context, None)
-""",
-    "megatron/rl/sequence_packing_utils.py": """
-def pack_all_trajectories(trajs):
-    all_gather(trajs)
-    return packing_info.bin_seq_indices
+        schedule = partial(run, get_forward_backward_func(), forward_only=True)
+        compute_logprobs_batch(model, packing_context, schedule)
 """,
     "megatron/core/inference/engines/dynamic_engine.py": """
+from types import SimpleNamespace
+
 class DynamicInferenceEngine:
-    def post_process_requests(self, request_ids):
-        finished_request_records = [self.requests.pop(each) for each in request_ids]
-        for record in finished_request_records:
-            record.requests[-1].routing_indices = self.rows
+    def post_process_requests(self, rows_of):
+        finished_request_records = [SimpleNamespace(requests=[each]) for each in self.requests]
+        for record, rows in zip(finished_request_records, rows_of):
+            record.requests[0].routing_indices = rows
         return [], finished_request_records
 """,
     "megatron/core/inference/inference_request.py": """
-class FinishedRequestRecord:
+from types import SimpleNamespace
+
+class FinishedRequestRecord(SimpleNamespace):
+    @classmethod
     def from_request(cls, request):
         return cls(policy_epoch=request.policy_epoch)
 """,
     "megatron/training/training.py": """
 def train_step(model, forward_backward_func):
-    losses_reduced = forward_backward_func(model=model)
-    return losses_reduced
+    losses_reduced = forward_backward_func(forward_only=False)
+    return {"lm loss": losses_reduced}, 0
 """,
 }
-"""For the names alone: Megatron-LM's own code runs in `test_megatron_rl.py`."""
 
-SOURCES = {"slime": SLIME, "miles": MILES, "nemo_rl": NEMO_RL, "skyrl": SKYRL, "verl": VERL, "megatron_rl": MEGATRON_RL}
+SOURCES = {
+    "slime": SLIME,
+    "miles": MILES,
+    "nemo_rl": NEMO_RL,
+    "skyrl": SKYRL,
+    "roll": ROLL,
+    "ms_swift": MS_SWIFT,
+    "megatron_rl": MEGATRON_RL,
+    "verl": VERL,
+}
+
+
+def write(folder: Path, files: dict[str, str]) -> str:
+    """Write a trainer's files, and return the folder."""
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    for path in [each for each in folder.rglob("*") if each.is_dir()]:
+        (path / "__init__.py").touch()
+    return str(folder)
+
+
+@contextmanager
+def imports(folder: Path, files: dict[str, str]) -> Iterator[None]:
+    """Let a trainer of these files be imported inside the block."""
+    packages = sorted({name.partition("/")[0] for name in files})
+    write(folder, files)
+    if packages != ["megatron"]:
+        with trainer_imports(str(folder), packages):
+            yield
+        return
+    # Among the modules of Megatron-Core, which stay.
+    modules = {name.removesuffix(".py").replace("/", "."): folder / name for name in files}
+    before = {name: sys.modules.get(name) for name in modules}
+    try:
+        for name, path in modules.items():
+            spec = importlib.util.spec_from_file_location(name, path)
+            assert spec is not None
+            assert spec.loader is not None
+            sys.modules[name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(sys.modules[name])
+        yield
+    finally:
+        for name, module in before.items():
+            del sys.modules[name]
+            if module is not None:
+                sys.modules[name] = module

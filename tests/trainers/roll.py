@@ -8,7 +8,6 @@ import tempfile
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,27 +17,17 @@ from megatron_router_replay.testing import ParallelSizes
 from megatron_router_replay.trainers import roll
 from tests.trainers import oracle, small_model
 from tests.trainers.sources import Source
-from tests.trainers.stand_ins import trainer_imports
+from tests.trainers.stand_ins import Config, trainer_imports
 
 SOURCE = Source(name="roll", packages=("roll", "mcore_adapter/src/mcore_adapter"))
 PACKAGES = ("roll", "mcore_adapter")
 SERVICES = ("ray", "transformers", "peft", "datasets")
-LENGTH, PROMPT = 24, 7  # of ROLL's padded rows, and of their prompts
+PROMPT = 7  # tokens of a padded prompt
 
 
-def unused_tokens() -> list[int]:
-    """Return tokens that no sample has: ROLL pads with its tokenizer's, and 0 is what it packs with."""
-    used = {int(token) for seed in range(2) for part in oracle.rollout(seed)[0] for token in part}
-    return sorted(set(range(1, oracle.VOCAB)) - used)
-
-
-class Config(SimpleNamespace):
-    """ROLL's configuration; what a case does not set is off."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return None
+def length() -> int:
+    """Return the number of tokens in a padded row."""
+    return max(map(len, oracle.rollout(0)[0])) + PROMPT + 1
 
 
 def worker_config(*, dynamic: bool = False, packs: bool = False, balanced: bool = False) -> Config:
@@ -52,30 +41,26 @@ def worker_config(*, dynamic: bool = False, packs: bool = False, balanced: bool 
         strategy_args=Config(strategy_config={}),
         sequence_packing_args=Config(
             algorithm="load_balance" if balanced else "none",
-            max_packed_sequence_length_forward=2 * LENGTH,
-            max_packed_sequence_length_train=2 * LENGTH,
+            max_packed_sequence_length_forward=2 * length(),
+            max_packed_sequence_length_train=2 * length(),
             min_num_micro_batches_forward=1,
             min_num_micro_batches_train=1,
         ),
     )
 
 
-def batch(seed: int, flags: dict[str, Any], *, cut: int = 0) -> Any:
-    """Return ROLL's own batch of a generation; the second half of the prompts is padded on the left.
-
-    Args:
-        cut: so many rows of routes are missing at the end of each sample.
-    """
+def batch(seed: int, flags: dict[str, Any]) -> Any:
+    """Return ROLL's own batch of a generation; the second half of the prompts is padded on the left."""
     from roll.distributed.scheduler.protocol import DataProto
     from roll.utils.dynamic_batching import dynamic_batching_shard
     from roll.utils.functionals import concatenate_input_and_output, postprocess_generate
 
     ids, routes = oracle.rollout(seed)
-    pad, eos, *_ = unused_tokens()
+    pad, eos, *_ = oracle.unused_tokens(seed)  # ROLL packs with 0
     prompts, answers = [], []
-    for part, length in zip(ids, oracle.SHARDS[seed % 2][1]):
-        prompts.append(torch.nn.functional.pad(part[:length], (PROMPT - length, 0), value=pad))
-        answers.append(part[length:])
+    for part, prompt in zip(ids, oracle.SHARDS[seed % 2][1]):
+        prompts.append(torch.nn.functional.pad(part[:prompt], (PROMPT - prompt, 0), value=pad))
+        answers.append(part[prompt:])
     lengths = torch.tensor([oracle.SHARDS[seed % 2][1]]).T
     mask = (torch.arange(PROMPT) >= PROMPT - lengths).long()
     request = DataProto.from_dict(
@@ -90,17 +75,17 @@ def batch(seed: int, flags: dict[str, Any], *, cut: int = 0) -> Any:
         prompts=request,
         output=output,
         num_return_sequences=1,
-        sequence_length=LENGTH,
+        sequence_length=length(),
         eos_token_id=[eos, pad],
         pad_token_id=pad,
-        routed_experts=[part[: len(part) - cut].int() for part in routes],
+        routed_experts=[part.int() for part in routes],
     )
     shape = made.batch["input_ids"][:, 1:].shape
     for name in ("old_log_probs", "ref_log_probs", "advantages"):
         made.batch[name] = torch.ones(shape)
     made.meta_info = {"loss_mask_keys": ["response_mask"], "micro_batch_size": 2}
     if flags.get("dynamic"):
-        made, _ = dynamic_batching_shard(made, 1, 2 * LENGTH, 4)
+        made, _ = dynamic_batching_shard(made, 1, 2 * length(), 4)
         made.meta_info |= {"loss_mask_keys": ["response_mask"], "micro_batch_size": 2}
     return made
 
@@ -121,12 +106,7 @@ def step(
         audits: ROLL's own replay is in the routers.
         plants: it gets one wrong row.
     """
-    with (
-        _imports(folder),
-        oracle.process(),
-        _own_replay(audits, plants),
-    ):
-        torch._dynamo.config.disable = True
+    with _imports(folder), oracle.process(plants=plants):
         roll.install()
         module, worker = prepare(layout)
         chunks = small_model.build(layout, moe_enable_routing_replay=audits, **options)
@@ -180,7 +160,7 @@ def strategy(module: Any, chunks: list[Any], config: Config, layout: ParallelSiz
     me.model = object.__new__(VirtualModels)
     me.model.models, me.model.config = chunks, chunks[0].config
     me.models_wrapped, me.models_unwrapped = chunks, [chunk.module for chunk in chunks]
-    me.seq_length = LENGTH
+    me.seq_length = length()
     me.enable_router_replay, me.router_replay_mode = True, "R3"
     me.forward_backward_func = module.get_forward_backward_func()
     me.optimizer = small_model.NoOptimizer()
@@ -208,23 +188,6 @@ def _lay_out(model: Any, args: Any, kwargs: Any) -> Any:
         starts = params.cu_seqlens_q[:-1].repeat_interleave(params.cu_seqlens_q.diff())
         at = at - starts
     return args, {**kwargs, "position_ids": at, "attention_mask": None}
-
-
-@contextmanager
-def _own_replay(audits: bool, plants: bool) -> Iterator[None]:
-    """Leave nothing in the process of the routers that are built for ROLL's own replay."""
-    if not audits:
-        yield
-        return
-    from megatron.core.transformer.moe.router_replay import RouterReplay
-
-    take = RouterReplay.set_target_indices
-    RouterReplay.set_target_indices = oracle.planting(take) if plants else take
-    try:
-        yield
-    finally:
-        RouterReplay.set_target_indices = take
-        RouterReplay.global_router_replay_instances.clear()
 
 
 @contextmanager

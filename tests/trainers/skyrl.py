@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +13,7 @@ from megatron_router_replay.testing import ParallelSizes
 from megatron_router_replay.trainers import skyrl
 from tests.trainers import oracle, small_model
 from tests.trainers.sources import Source
-from tests.trainers.stand_ins import trainer_imports
+from tests.trainers.stand_ins import Config, trainer_imports
 
 SOURCE = Source(name="skyrl", packages=("skyrl",))
 SERVICES = ("pydantic", "ray", "transformers", "wandb")
@@ -28,15 +26,6 @@ HF_CONFIG = {
     "num_experts_per_tok": oracle.TOPK,
     "n_shared_experts": None,
 }
-
-
-class Config(SimpleNamespace):
-    """SkyRL's configuration; what a case does not set is off."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return None
 
 
 def config(*, packs: bool = False, max_tokens: int = 0) -> Config:
@@ -119,8 +108,7 @@ def step(
         audits: SkyRL's own replay is in the routers.
         plants: it gets one wrong row.
     """
-    with trainer_imports(folder, SOURCE.packages, services=SERVICES), oracle.process(), _own_replay(audits, plants):
-        torch._dynamo.config.disable = True
+    with trainer_imports(folder, SOURCE.packages, services=SERVICES), oracle.process(plants=plants):
         from skyrl.backends.skyrl_train.distributed.megatron import megatron_utils
         from skyrl.backends.skyrl_train.utils.ppo_utils import ppo_policy_loss
         from skyrl.backends.skyrl_train.workers.megatron import megatron_worker as worker
@@ -181,25 +169,6 @@ def start(folder: str) -> str:
         me._is_lora = me._maybe_setup_fake_int4_qat = lambda: None
         me._is_lora = False
         return oracle.starting(me.init_model, "model")
-
-
-@contextmanager
-def _own_replay(audits: bool, plants: bool) -> Iterator[None]:
-    """Leave nothing in the process of the routers that SkyRL builds for its own replay."""
-    if not audits:
-        yield
-        return
-    from megatron.core.transformer.moe.router import TopKRouter
-    from megatron.core.transformer.moe.router_replay import RouterReplay
-
-    original, take = TopKRouter.set_layer_number, RouterReplay.set_target_indices
-    RouterReplay.set_target_indices = oracle.planting(take) if plants else take
-    try:
-        yield
-    finally:
-        TopKRouter.set_layer_number, RouterReplay.set_target_indices = original, take
-        del TopKRouter._set_layer_number_patched
-        RouterReplay.global_router_replay_instances.clear()
 
 
 def _know_tokens(chunks: list[Any], seen: oracle.Seen) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-from argparse import Namespace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,23 +15,14 @@ from megatron_router_replay.trainers import slime
 from tests.functional.mcore.cases import set_in_configs
 from tests.trainers import oracle, small_model
 from tests.trainers.sources import Source
-from tests.trainers.stand_ins import trainer_imports
+from tests.trainers.stand_ins import Config, trainer_imports
 
 SOURCE = Source(name="slime", packages=("slime",))
 SERVICES = ("ray", "transformers", "wandb")
 
 
-class Args(Namespace):
-    """slime's arguments; what a case does not set is off."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return None
-
-
-def args(layout: ParallelSizes, **options: Any) -> Args:
-    return Args(
+def args(layout: ParallelSizes, **options: Any) -> Config:
+    return Config(
         advantage_estimator="grpo",
         check_for_nan_in_loss_and_grad=True,
         compute_advantages_and_returns=True,
@@ -89,12 +79,11 @@ def step(
 ) -> Any:
     """Train on one rollout, in so many `steps`; {pass: (decisions, wrong)} of the reference, log-probs and training.
 
-    Args:
+    Config:
         audits: slime's own replay is in the routers.
         plants: it gets one wrong row.
     """
     with trainer_imports(folder, ("slime",), services=SERVICES), oracle.process():
-        torch._dynamo.config.disable = True
         from slime.backends.megatron_utils import actor, data, model
         from slime.utils import data as slime_data
         from slime.utils.misc import Box
@@ -154,7 +143,7 @@ def _keep(replay: Any, topk_indices: torch.Tensor) -> None:
 def start(folder: str, name: str = "slime", info: str = "") -> str:
     """Run the actor's own `init` until it builds the model.
 
-    Args:
+    Config:
         name: of the trainer, slime or miles.
         info: the module of miles' `IndepDPInfo`; "": its `init` takes none.
     """
@@ -194,7 +183,7 @@ def start(folder: str, name: str = "slime", info: str = "") -> str:
         return oracle.starting(object.__new__(actor.MegatronTrainRayActor).init, arguments, "actor", **named)
 
 
-def train(actor: Any, arguments: Args, chunks: list[Any], boxes: list[Any], **fields: Any) -> Any:
+def train(actor: Any, arguments: Config, chunks: list[Any], boxes: list[Any], **fields: Any) -> Any:
     """Let an actor, as its `init` leaves it but for the services, train on the boxes of the data-parallel ranks."""
     from megatron.core import parallel_state
 

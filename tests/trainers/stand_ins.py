@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import importlib.util
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
@@ -13,6 +14,15 @@ from types import ModuleType
 from typing import Any
 
 import torch
+
+
+class Config(Namespace):
+    """A trainer's arguments or configuration; what a case does not set is off."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
 
 
 class _AnyClass(type):

@@ -1,27 +1,22 @@
 """Run a rebuilt trainer from its rollout to its optimizer."""
 
+import importlib
 from functools import partial
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import schedules
 
-from megatron_router_replay.trainers import miles, nemo_rl, skyrl, slime
+from megatron_router_replay.trainers import megatron_rl, miles, ms_swift, nemo_rl, replayer, roll, skyrl, slime
+from megatron_router_replay.trainers.request_routes import RequestRoutes
 from tests.trainers import oracle
-from tests.trainers.slime import Args
+from tests.trainers.stand_ins import Config
 
-SOURCES = ["slime", "miles", "nemo_rl", "skyrl"]
-ARGS = Args(use_rollout_routing_replay=True)
-
-
-def write(folder, files):
-    for name, text in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    for path in [each for each in folder.rglob("*") if each.is_dir()]:
-        (path / "__init__.py").touch()
-    return str(folder)
+SOURCES = ["slime", "miles", "nemo_rl", "skyrl", "roll", "ms_swift", "megatron_rl"]
+ARGS = Config(use_rollout_routing_replay=True)
 
 
 def samples():
@@ -60,6 +55,11 @@ def passes(chunks, seen, ids, schedule, *, forward_only, packs=False, parts=((2,
         )
     seen.mark()
     return result
+
+
+def in_order(name, counts):
+    """Return the counts of the reference's pass, the log-probs' and training; Megatron-RL's reference comes second."""
+    return [counts[1], counts[0], *counts[2:]] if name == "megatron_rl" else counts
 
 
 def enter_and_run(name, chunks, run, ids, routes, *, move=list, held=None, more=None):
@@ -102,6 +102,8 @@ def enter_and_run(name, chunks, run, ids, routes, *, move=list, held=None, more=
         data = {"input_ids": pad(ids), "routed_experts": values, "input_lengths": lengths}
         worker.log_probs(chunks[0], data, run)
         return {name: sum(values) for name, values in worker.train(chunks[0], data, run).items()}  # as the driver does
+    if name in NEWER:
+        return NEWER[name](chunks, run, ids, routes, held, more)
     skyrl.install()
     from skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper import MegatronModelWrapper
     from skyrl.train.trainer import RayPPOTrainer
@@ -129,3 +131,71 @@ def enter_and_run(name, chunks, run, ids, routes, *, move=list, held=None, more=
     return model.forward_backward_mini_batch(
         [{**each, "loss_mask": torch.ones(1, 1)} for each in batches], run, **more
     )[0]
+
+
+def _roll(chunks, run, ids, routes, held, more):
+    roll.install()
+    from roll.distributed.strategy.megatron_strategy import MegatronTrainStrategy
+    from roll.utils.functionals import postprocess_generate
+
+    me = MegatronTrainStrategy()
+    me.initialize(chunks, **more)
+    me.forward_step(postprocess_generate(ids, **more), run, **more)  # the reference's
+    batch = postprocess_generate(ids, routed_experts=routes, **more)
+    held.append(batch.batch["routed_experts"])
+    me.forward_step(batch, run, **more)
+    return me.train_step(batch, run, **more)
+
+
+def _ms_swift(chunks, run, ids, routes, held, more):
+    ms_swift.install()
+    from swift.megatron.trainers.grpo_trainer import MegatronGRPOTrainer
+
+    me = MegatronGRPOTrainer()
+    me.wrapped_models = me.unwrapped_models = chunks
+    # It computes log-probs without a schedule that is hooked.
+    forward = partial(run, schedules.forward_backward_no_pipelining, forward_only=True)
+    me.args = Config(router_replay_mode="R3", forward_step_helper=forward, run=run)
+    pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+    rows = pad([torch.cat([part, torch.zeros_like(part[:1])]) for part in routes])
+    rows = torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, max(map(len, ids)) - rows.shape[1]))
+    held.append(rows)
+    batch = {"input_ids": pad(ids), "routed_experts": rows, "seq_lens": list(map(len, ids))}
+    me.train_step(iter([batch]), **more)
+    return replayer.active().metrics
+
+
+class Tokenizer:
+    pad = 0
+
+
+def _megatron_rl(chunks, run, ids, routes, held, more):
+    from megatron.core import parallel_state
+    from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
+    from megatron.core.inference.inference_request import FinishedRequestRecord
+
+    rl, training = map(importlib.import_module, ("megatron.rl.rl_utils", "megatron.training.training"))
+    with mock.patch.object(megatron_rl, "_store", RequestRoutes()):
+        megatron_rl.install()
+        rl.get_inference_interface(None, None, chunks, **more)
+        engine = DynamicInferenceEngine()
+        engine.controller = SimpleNamespace(inference_wrapped_model=SimpleNamespace(model=chunks[0].module))
+        engine.pg_collection = SimpleNamespace(mp=parallel_state.get_model_parallel_group())
+        engine.local_metadata_ledger_enabled = True
+        engine.requests = [
+            SimpleNamespace(request_id=i, prompt_tokens=part[:1], generated_tokens=part[1:].tolist(), policy_epoch=None)
+            for i, part in enumerate(ids)
+        ]
+        held += [part[:, -3:] for part in routes]  # its engine records routers, of which layer 1 has none
+        engine.post_process_requests(held, **more)
+        ledger = {i: FinishedRequestRecord.from_request(request, **more) for i, request in enumerate(engine.requests)}
+        rollouts = [
+            [SimpleNamespace(trajectory=[part.tolist()], generation_mask=[], completion_ids=[i])]
+            for i, part in enumerate(ids)
+        ]
+        rl.prepare_data_for_update(chunks, rollouts, Tokenizer, ledger, run, **more)
+        metrics, _ = training.train_step(chunks, partial(run, schedules.get_forward_backward_func()), **more)
+    return {name: float(value) for name, value in metrics.items() if name.startswith("router_replay/")}
+
+
+NEWER = {"roll": _roll, "ms_swift": _ms_swift, "megatron_rl": _megatron_rl}

@@ -13,8 +13,7 @@ from megatron_router_replay.errors import PayloadError, RouterReplayError, SeamE
 from megatron_router_replay.trainers import nemo_rl, replayer, skyrl, token_layers
 from tests.trainers import oracle, rebuilt
 from tests.trainers.oracle import ATTACKS, MOVES
-from tests.trainers.stand_ins import trainer_imports
-from tests.trainers.steps import SOURCES, enter_and_run, passes, samples, write
+from tests.trainers.steps import SOURCES, enter_and_run, in_order, passes, samples
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -37,7 +36,7 @@ def test_every_decision_is_the_rollouts(name, trainer, chunks):
     with oracle.watched(chunks, oracle.routes_of_tokens(ids, [part.clone() for part in routes])) as seen:
         metrics = enter_and_run(name, chunks, run, ids, routes, held=held)
     assert held
-    live, log_probs, train = seen.counts()
+    live, log_probs, train = in_order(name, seen.counts())
     assert live["no grad"][1] > 0.9 * live["no grad"][0]
     assert log_probs["no grad"] == (138, 0)
     assert (train["train"], train["recompute"], train["live"][1]) == ((138, 0), (138, 0), 0)
@@ -77,12 +76,12 @@ def test_a_keyword_more_in_every_hooked_function_reaches_it(name, tmp_path, chun
     files = {path: ast.unparse(adding.visit(ast.parse(text))) for path, text in rebuilt.SOURCES[name].items()}
     assert set(adding.added) == known
     with (
-        trainer_imports(write(tmp_path, files), (name,)),
+        rebuilt.imports(tmp_path, files),
         oracle.process(),
         oracle.watched(chunks, oracle.routes_of_tokens(ids, [part.clone() for part in routes])) as seen,
     ):
         enter_and_run(name, chunks, partial(passes, chunks, seen, ids), ids, routes, more={"newest": 1})
-    _, log_probs, train = seen.counts()
+    _, log_probs, train = in_order(name, seen.counts())
     assert log_probs["no grad"] == (138, 0)
     assert (train["train"], train["recompute"]) == ((138, 0), (138, 0))
 
@@ -126,8 +125,16 @@ def test_the_models_own_routes_agree(name, trainer, chunks, monkeypatch):
     run_attacked(name, chunks, monkeypatch)
 
 
-# All trainers' samples meet the same trace and the same agreement: each attack comes in through one of them in turn.
-@pytest.mark.parametrize(("attack", "name"), zip(ATTACKS, itertools.cycle(SOURCES)))
+ATTACKED = [
+    *zip(ATTACKS, itertools.cycle(SOURCES)),
+    ("late", "megatron_rl"),
+    ("exchanged", "roll"),
+    ("reversed", "ms_swift"),
+]
+"""All trainers' samples meet the same trace and the same agreement: each attack comes in through one of them in turn."""
+
+
+@pytest.mark.parametrize(("attack", "name"), ATTACKED)
 def test_routes_that_were_wrong_before_they_came_in_raise(name, attack, trainer, chunks, monkeypatch):
     with pytest.raises(RouterReplayError, match="MRR"):
         run_attacked(name, chunks, monkeypatch, attack=ATTACKS[attack])

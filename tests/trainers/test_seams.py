@@ -9,7 +9,6 @@ from megatron_router_replay.errors import SeamError
 from megatron_router_replay.trainers import seams, slime
 from tests.trainers import rebuilt
 from tests.trainers.sources import check_renames
-from tests.trainers.steps import write
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -45,7 +44,7 @@ def test_the_check_of_a_checkout_says_how_it_is_called(arguments):
 
 @pytest.mark.parametrize("name", rebuilt.SOURCES)
 def test_whatever_a_trainer_renames_is_named(name, tmp_path, capsys):
-    check_renames(name, write(tmp_path, rebuilt.SOURCES[name]), capsys)
+    check_renames(name, rebuilt.write(tmp_path, rebuilt.SOURCES[name]), capsys)
 
 
 def test_a_batch_without_a_field_is_named(trainer):

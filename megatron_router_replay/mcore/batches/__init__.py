@@ -1,1 +1,1 @@
-"""Micro-batches: what a trainer gives for one forward, and which forward it belongs to."""
+"""Micro-batches: the rows of a forward, found by its tokens or given by hand."""

@@ -227,7 +227,14 @@ def install() -> None:
             inference_router.forward = _inference_hook(inference_router.forward)
     if not is_hook(topk):
         setattr(router_module, TOPK_FUNCTION, _topk_hook(topk))
-    tape.before_run = lambda: check_installed() if dispatch.held_routers or active else None
+    tape.before_run = _check_routing
+
+
+def _check_routing() -> None:
+    """Raise if routers no longer pass the hooks; a run of a checkpoint asks nothing more, because many run in a step."""
+    in_place = hasattr(TopKRouter.routing, "is_hook") and is_hook(getattr(router_module, TOPK_FUNCTION))
+    if not in_place and (dispatch.held_routers or active):
+        check_installed()
 
 
 def check_installed() -> None:
@@ -317,7 +324,7 @@ def _is_left_to(replay: Any) -> bool:
     run, repeats, _ = tape.checkpoint_state()
     if run is None:
         return replay.is_active or not repeats
-    # A fused forward requests nothing of its RouterReplay, which then writes nothing; it ran live, and so may its recompute.
+    # A fused forward does not call its RouterReplay, which then writes nothing; it ran live, and so may its recompute.
     return run.peek() is replay or not run.tape.entries
 
 

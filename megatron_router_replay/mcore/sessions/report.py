@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypedDict, cast
@@ -206,55 +207,54 @@ _OF_ROWS = [name for name in _COUNTS if name not in _OF_RANK + _OF_FORWARDS]
 
 
 def _add_up(reports: Sequence[SessionReport]) -> SessionReport:
-    """Return the SessionReport of all ranks, the sum of theirs."""
-    # Pipeline stages have different lowest layers, so the rows of the first layer are the batch's. Tensor-parallel ranks
-    # without sequence parallelism have the same rows, as different replicas. All other ranks have different rows.
+    """Return the SessionReport of all ranks, the sum of theirs without repetitions."""
     first = min((each.counted_at for each in reports if each.counted_at is not None), default=None)
-
-    def counts_rows(report: SessionReport) -> bool:
-        return (report.counted_at or ())[:2] == (first or ())[:2]
-
-    of_rows = [each for each in reports if counts_rows(each)]
-    of_forwards = [each for each in reports if each.counted_at == first]
-    counts = {
-        name: sum(getattr(each, name) for each in counting)
-        for names, counting in ((_OF_RANK, reports), (_OF_ROWS, of_rows), (_OF_FORWARDS, of_forwards))
-        for name in names
-    }
-    decisions: dict[str, int] = {}
-    flips: dict[int, int] = {}
+    reports = [_without_repetitions(each, first) for each in reports]
+    counts = {name: sum(getattr(each, name) for each in reports) for name in _COUNTS}
+    decisions: Counter[str] = Counter()
+    flips: Counter[int] = Counter()
     for each in reports:
-        for name, count in cast(Mapping[str, int], each.decisions).items():
-            decisions[name] = decisions.get(name, 0) + count
-        for layer, count in each.flips_of_layer.items():
-            flips[layer] = flips.get(layer, 0) + count
-    # Only of the first replica, as the rows.
-    compared = [each for each in reports if each.counted_at is None or first is None or each.counted_at[1] == first[1]]
+        decisions.update(cast(Mapping[str, int], each.decisions))
+        flips.update(each.flips_of_layer)
     return SessionReport(
         kind=reports[0].kind,
-        decisions=cast(Decisions, decisions),
+        decisions=cast(Decisions, dict(decisions)),
         flips_of_layer=dict(sorted(flips.items())),
-        agreement=_agreement_of([(each.agreement, counts_rows(each)) for each in compared if each.agreement]),
+        agreement=_add_up_agreement([each.agreement for each in reports if each.agreement is not None]),
         counted_at=first,
         **counts,
     )
 
 
-def _agreement_of(parts: Sequence[tuple[LiveAgreement, bool]]) -> LiveAgreement | None:
-    """Return the agreement over ranks; None: no rank compared.
+def _without_repetitions(report: SessionReport, first: tuple[int, int, int] | None) -> SessionReport:
+    """Return a rank's SessionReport without the counts that another rank of its group has, too.
 
     Args:
-        parts: that of each rank, and whether it counts the samples of the batch, which other pipeline stages repeat.
+        first: the lowest `counted_at` of the group; None: no rank has one.
     """
+    if first is None:
+        return report
+    # Pipeline stages have different lowest layers, so the rows of the first layer are the batch's. Tensor-parallel ranks
+    # without sequence parallelism have the same rows, as different replicas. All other ranks have different rows.
+    at = report.counted_at
+    repeated = [*(_OF_FORWARDS if at != first else ()), *(_OF_ROWS if at is None or at[:2] != first[:2] else ())]
+    without: dict[str, Any] = dict.fromkeys(repeated, 0)
+    if at is not None and at[1] != first[1]:
+        without["agreement"] = None  # of the other stages it stays, for each compares its own layers
+    return replace(report, **without)
+
+
+def _add_up_agreement(parts: Sequence[LiveAgreement]) -> LiveAgreement | None:
+    """Return the agreement over ranks; None: no rank compared."""
     if not parts:
         return None
-    layers = add_up(item for each, _ in parts for item in each.layers.items())
+    layers = add_up(item for each in parts for item in each.layers.items())
     return LiveAgreement(
         layers=dict(sorted(layers.items())),
         # Ranks of a stage have the same layers, and each stage different ones; a layer may not have been compared yet.
-        num_layers=max(len(layers), *(each.num_layers for each, _ in parts)),
-        block=max(each.block for each, _ in parts),
-        rows_apart=sum(each.rows_apart for each, _ in parts),
+        num_layers=max(len(layers), *(each.num_layers for each in parts)),
+        block=max(each.block for each in parts),
+        rows_apart=sum(each.rows_apart for each in parts),
     )
 
 

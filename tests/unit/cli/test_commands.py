@@ -73,7 +73,7 @@ def test_inspect_a_file_and_a_folder_of_steps(folder):
 
 def test_diff_exit_codes_json_and_page(folder):
     assert "The traces are the same." in call("diff", "good.safetensors", "reordered.safetensors").output
-    mrr.save_trace(mrr.load_trace("good.safetensors", rows=slice(0, 500)), "shorter.safetensors")
+    mrr.save_trace(mrr.load_trace("good.safetensors").gather_rows(slice(0, 500)), "shorter.safetensors")
     assert "what both cover is the same" in call("diff", "good.safetensors", "shorter.safetensors", code=1).output
     call("diff", "good.safetensors", "shorter.safetensors", "--common")
     call("diff", "good.safetensors", "no_tokens.safetensors", "--common", code=1)
@@ -102,6 +102,10 @@ def test_explain_prints_cause_and_fix_of_every_code():
     text = " ".join(call("explain", "204").output.split())
     assert "A sequence cannot be divided among tensor- or context-parallel ranks" in text
     assert "Fix. Pad each sequence to the multiple, or change the argument, that the message names." in text
+    assert (
+        call("explain", "TraceError: MRR204: cannot split 6 positions over tp_size=4").output
+        == call("explain", "204").output
+    )
     assert "no error has the code MRR999" in call("explain", "MRR999", code=2).stderr
 
 

@@ -90,7 +90,7 @@ def test_overlap_is_that_of_python_sets(num_tokens, num_layers, sizes, seed):
 
 def test_rows_and_layers_of_one_trace_only_are_counted_not_compared():
     a = big_trace(10, replay_mask=torch.arange(10) != 3)
-    b = big_trace(10, replay_mask=torch.arange(10) != 7).select_layers([3, 4, 5])[:9]
+    b = big_trace(10, replay_mask=torch.arange(10) != 7).select_layers([3, 4, 5]).gather_rows(slice(9))
     diff = mrr.diff_traces(a, b)
     assert (diff.rows_compared, diff.rows_only_a, diff.rows_only_b) == (7, 2, 1)
     assert diff.layers_only_a == (2, 6)
@@ -143,7 +143,7 @@ def test_a_part_with_fewer_rows_has_no_weight_version_of_the_others():
     a = samples_of(range(5))._with(weight_version=versions.to(torch.int32))
     # The samples of b come in another order, so its rows are gathered; the second part has 17 of 21 rows.
     b = mrr.concat_traces([list(a.samples())[i] for i in (0, 4, 1, 2, 3)])
-    diff = mrr.diff_traces(a, [b.select_layers([2, 3]), b.select_layers([4, 5, 6])[:17]])
+    diff = mrr.diff_traces(a, [b.select_layers([2, 3]), b.select_layers([4, 5, 6]).gather_rows(slice(17))])
     assert (diff.rows_compared, diff.rows_only_a, diff.decisions_different) == (17, 4, 0)
     assert (diff.origin_a, diff.origin_b) == ("in memory, weights 5..6", "2 parts, weights 5..6")
 
@@ -177,11 +177,11 @@ def test_rows_after_the_end_of_the_other_trace_are_counted_in_their_samples(monk
     a = big_trace(21)._with(sequence_lengths=(5, 3, 4, 9))
     for block_rows in (1 << 14, 7):  # rows of a block that both have in part, and blocks that a alone has
         monkeypatch.setattr(source, "_BLOCK_ROWS", block_rows)
-        facts = [str(fact) for fact in mrr.diff_traces(a, big_trace(21)[:6]).facts]
+        facts = [str(fact) for fact in mrr.diff_traces(a, big_trace(21).gather_rows(slice(6))).facts]
         assert facts == ["15 rows of samples 1..3 have a route in a and none in b."]
-        facts = [str(fact) for fact in mrr.diff_traces(a[:6], a).facts]
+        facts = [str(fact) for fact in mrr.diff_traces(a.gather_rows(slice(6)), a).facts]
         assert facts == ["15 rows of samples 1..3 have a route in b and none in a."]
-        assert not mrr.diff_traces(a[:6].with_samples((6,)), big_trace(21)).facts  # of no sample
+        assert not mrr.diff_traces(a.gather_rows(slice(6)).with_samples((6,)), big_trace(21)).facts  # of no sample
 
 
 def test_parts_of_two_layouts_compare_by_global_rows():
@@ -263,7 +263,7 @@ def exchange_one_expert(a, by_layer):
     """Exchange one expert in a share of each layer's decisions, spread over the rows."""
     routes = a.topk_indices.to(torch.int64)
     for layer, share in enumerate(by_layer):
-        rows = (37 * torch.arange(len(a)) % 100 < round(100 * share)).nonzero().squeeze(1)
+        rows = (37 * torch.arange(a.num_tokens) % 100 < round(100 * share)).nonzero().squeeze(1)
         first, second = routes[rows, layer].unbind(1)
         other = (first + 1) % 16
         routes[rows, layer, 1] = torch.where(other == second, (other + 1) % 16, other)

@@ -116,8 +116,8 @@ def test_sglang_http():
         trace = engines.sglang.decode(call.get("response", call.get("chunks")), model=model, num_tokens=30)
         assert torch.equal(trace.topk_indices[:29], torch.from_numpy(want[:29].astype(np.uint8)))
         assert trace.token_ids is None
-    assert len(engines.sglang.decode(calls["chat"]["response"], model=model)) == 33
-    assert len(engines.sglang.decode(calls["chat_stream"]["chunks"], model=model, num_tokens=33)) == 33
+    assert engines.sglang.decode(calls["chat"]["response"], model=model).num_tokens == 33
+    assert engines.sglang.decode(calls["chat_stream"]["chunks"], model=model, num_tokens=33).num_tokens == 33
     for name, lengths in (("generate_batch", (30, 9)), ("generate_n2", (30, 30))):
         assert engines.sglang.decode_batch(calls[name]["response"], model=model).sequence_lengths == lengths
 

@@ -84,7 +84,7 @@ def test_start_is_an_integer_of_0_or_more(value):
 )
 def test_one_prompt_is_of_all_samples_and_a_list_of_prompts_is_one_each(form):
     given = {"model": MODEL, "token_ids": [IDS, IDS]}
-    assert len(engines.vllm.decode_batch([ROWS, ROWS], **given, prompt_token_ids=form(IDS[:5]))) == 2 * S
+    assert engines.vllm.decode_batch([ROWS, ROWS], **given, prompt_token_ids=form(IDS[:5])).num_tokens == 2 * S
     with pytest.raises(PayloadError, match="do not begin with the prompt"):
         engines.vllm.decode_batch([ROWS, ROWS], **given, prompt_token_ids=form(IDS[1:6]))
     for prompts in ([], [IDS[:5]], np.zeros((3, 2), np.int64)):

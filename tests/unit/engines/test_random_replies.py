@@ -78,6 +78,6 @@ def test_any_value_is_a_trace_of_legal_routes_or_refused(form, num_prompt, num_o
     chosen = np.sort(trace.topk_indices.numpy(), axis=2)
     assert 0 <= chosen.min(initial=0) <= chosen.max(initial=0) < E
     assert (chosen[:, :, 1:] != chosen[:, :, :-1]).all()
-    assert sum(trace.sequence_lengths) == len(trace) == len(trace.replay_mask)
+    assert sum(trace.sequence_lengths) == trace.num_tokens == len(trace.replay_mask)
     if change == "none" or (isinstance(key, str) and "rout" not in key and trace.replay_mask.any()):
         assert np.array_equal(trace.topk_indices.numpy()[trace.replay_mask], rows[:, MOE])

@@ -64,7 +64,7 @@ def test_real_turns_of_vllm():
     segments.append(engines.vllm.decode(vllm_output(arrays[name], prompt, later["token_ids"]), model=model, start=100))
     trace = segments.trace()
     assert torch.equal(trace.topk_indices[:184], torch.from_numpy(arrays["batch2.0"][:184, [0, 2, 3]]))
-    assert trace.replay_mask.tolist() == [True] * (len(trace) - 1) + [False]
+    assert trace.replay_mask.tolist() == [True] * (trace.num_tokens - 1) + [False]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import megatron_router_replay as mrr
+from megatron_router_replay.diagnostics.page import save_page
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
 from megatron_router_replay.mcore.batches.upload import KeptLayer, LayerRoutes
 from tests.unit.mcore.tiny_chunk import (
@@ -43,7 +44,7 @@ def refused(start, rows, message, error=LayoutError, **values):
     mrr.close_sessions(chunk)
 
 
-# ---- what may be queued
+# ---- rows by hand
 
 
 def replay_without(row):
@@ -158,7 +159,7 @@ def test_rows_that_are_named_twice_are_counted_and_warned_of(caplog):
     assert "3 rows were named twice" in caplog.text
 
 
-# ---- tokens: what was queued, what the trace knows, what the forward gets
+# ---- tokens: of the rows by hand, of the trace, of the forward
 
 
 @pytest.mark.parametrize("position", range(8))
@@ -187,7 +188,7 @@ def test_tokens_that_the_caller_gives_are_compared_with_the_trace_and_the_forwar
     replayed(Chunk(), trace, token_ids=IDS)
     chunk = Chunk()
     with (
-        pytest.raises(LayoutError, match=r"\[0, 0\] is \d+, but what was queued there is of"),
+        pytest.raises(LayoutError, match=r"\[0, 0\] is \d+, but the row given there is of"),
         mrr.record(chunk) as recording,
     ):
         recording.microbatch(ROWS, token_ids=IDS)
@@ -258,7 +259,7 @@ def test_a_stage_without_tokens_refuses_rows_of_another_shape_in_its_first_route
 
 @pytest.mark.parametrize("batch", [(2, 4), (1, 8)], ids=["b = 2", "b = 1"])
 @pytest.mark.parametrize("given", [True, False])
-def test_a_recording_copies_what_is_queued_for_the_trainer_reuses_it(batch, given):
+def test_a_recording_copies_rows_by_hand_for_the_trainer_reuses_them(batch, given):
     chunk = Chunk()
     rows, ids = torch.arange(8).view(batch), tokens(*batch)
     rows_buffer, ids_buffer, padding = rows.clone(), ids.clone(), torch.zeros(batch)
@@ -303,7 +304,7 @@ def test_what_is_no_trace_or_no_share_is_refused_and_a_path_is_read(tmp_path):
     assert wrong_replays(seen, trace, ROWS) == 0
 
 
-def test_chunks_that_share_a_router_are_refused_where_micro_batches_are_queued():
+def test_chunks_that_share_a_router_are_refused_where_rows_are_given():
     one, other = Chunk(), Chunk(seed=1)
     other.layers[2].router = one.layers[2].router
     for start in QUEUED.values():
@@ -331,13 +332,41 @@ def test_an_option_that_is_misspelt_names_the_similar_one():
     refused(mrr.record, ROWS, message, TypeError, rowz=ROWS)
     for call, option, similar in (
         (mrr.record, "verifi", "verify"),
+        (mrr.freeze_recompute, "indexer", "indexers"),
         (mrr.replay, "padding_token_id", "padding_token_ids"),
     ):
         message = rf"^{call.__name__}\(\) got an unexpected keyword argument '{option}'\. Did you mean '{similar}'\?$"
         with pytest.raises(TypeError, match=message):
             call(Chunk(), **{option: True})
+    for call, option, similar in (
+        (mrr.RoutingTrace.from_samples, "layer_number", "layer_numbers"),
+        (mrr.load_trace, "sample", "samples"),
+        (save_page, "paths", "path"),
+    ):
+        with pytest.raises(TypeError, match=rf"argument '{option}'\. Did you mean '{similar}'\?$"):
+            call(**{option: True})
     with pytest.raises(TypeError, match=r"^replay\(\) got an unexpected keyword argument 'stamped'$"):
         mrr.replay(Chunk(), random_trace(8), stamped=True)
+
+
+def test_rows_that_are_given_in_a_backward_raise_where_no_forward_follows():
+    chunk = Chunk()
+    trace = random_trace(8)
+    with mrr.replay(chunk, trace, min_agreement=0) as session:
+        output = forward(chunk, session, 0)
+        output.register_hook(lambda gradient: session.microbatch(ROWS))
+        with pytest.raises(ReplayStateError, match=r"MRR407: rows were given in a backward.*right before each forward"):
+            output.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "call", [mrr.record, mrr.freeze_recompute, lambda *a, **k: mrr.replay(*a, random_trace(8), **k)]
+)
+def test_verify_is_yes_or_no(call):
+    with pytest.raises(
+        TraceError, match=r"MRR101: verify='all' must be True or False: True compares every routing map"
+    ):
+        call(Chunk(), verify="all")
 
 
 # ---- one layer after another is widened

@@ -33,7 +33,7 @@ def with_routes(trace, routes, **others):
 def replay(trace, **options):
     """Replay all samples in one row, all layers compared; return the session, closed, and its error."""
     session = mrr.replay(chunk := Chunk(), trace, ask_every_layer=True, **options)
-    session.microbatch(torch.arange(len(trace)).unsqueeze(0))
+    session.microbatch(torch.arange(trace.num_tokens).unsqueeze(0))
     chunk(trace.token_ids.long().unsqueeze(0))
     try:
         session.close()
@@ -105,9 +105,9 @@ def test_an_error_names_sample_and_tokens_and_the_next_replay_leaves_them_out(fa
     assert re.search(cause, error), error
     wrong = session.report.wrong_rows
     differs = (routes != right.topk_indices).flatten(1).any(1)
-    assert wrong.shape == (len(right),)
+    assert wrong.shape == (right.num_tokens,)
     assert (wrong & differs).sum() >= 0.9 * differs.sum()
-    assert (wrong & ~differs).sum() <= 0.1 * len(right)
+    assert (wrong & ~differs).sum() <= 0.1 * right.num_tokens
     session, error = replay(with_routes(right, routes).without_routes(wrong))
     assert error == ""
     assert session.report.rows_live == int(wrong.sum())

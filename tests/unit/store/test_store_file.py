@@ -86,7 +86,7 @@ def test_a_trace_comes_back_as_it_was(tmp_path, num_tokens, num_experts, layer_n
 
 
 def test_views_are_saved_as_what_they_show(tmp_path):
-    view = make_trace(20).select_layers([2, 7])[3:11]
+    view = make_trace(20).select_layers([2, 7]).gather_rows(slice(3, 11))
     assert_same(load_trace(save_trace(view, tmp_path / "x")), view)
     memory = torch.arange(8, dtype=torch.int32)  # values that share memory, as a transport receives them
     shared = make_trace(4)._with(token_ids=memory[:4], weight_version=memory[4:])
@@ -94,12 +94,12 @@ def test_views_are_saved_as_what_they_show(tmp_path):
 
 
 @pytest.mark.parametrize("layer_numbers", [None, [7, 3], []])
-@pytest.mark.parametrize("rows", [None, slice(0, 0), slice(2, 5)])
-def test_a_slice_is_read(tmp_path, rows, layer_numbers):
+@pytest.mark.parametrize("samples", [None, slice(0, 0), slice(0, 1), slice(1, None)])
+def test_a_slice_is_read(tmp_path, samples, layer_numbers):
     path = save_trace(full_trace(7), tmp_path / "x")
-    expected = full_trace(7) if rows is None else full_trace(7)[rows]
+    expected = full_trace(7) if samples is None else full_trace(7)[samples]
     expected = expected if layer_numbers is None else expected.select_layers(layer_numbers)
-    loaded = load_trace(path, layer_numbers=layer_numbers, rows=rows)
+    loaded = load_trace(path, layer_numbers=layer_numbers, samples=samples)
     assert_same(loaded, expected)
     assert loaded.topk_indices.is_contiguous()
 
@@ -108,14 +108,16 @@ def test_a_slice_is_read(tmp_path, rows, layer_numbers):
     "options",
     [
         {"layer_numbers": [4]},
-        {"rows": [1, 2]},
-        *({"rows": slice(*each)} for each in ((0, 8), (-1, None), (0, 4, 2), (4, 3))),
+        {"samples": [1, 2]},
+        *({"samples": slice(*each)} for each in ((0, 3), (-1, None), (0, 2, 2), (2, 1))),
     ],
     ids=str,
 )
 def test_a_slice_that_the_file_does_not_have_raises(tmp_path, options):
-    path = save_trace(make_trace(7), tmp_path / "x")
-    message = r"no layer_number 4; it has \[2, 3, 7\]|MRR106: .*(it has 7 tokens, not slice|rows=\[1, 2\] is no slice)"
+    path = save_trace(full_trace(7), tmp_path / "x")
+    message = (
+        r"no layer_number 4; it has \[2, 3, 7\]|MRR106: .*(it has 2 samples, not slice|samples=\[1, 2\] is no slice)"
+    )
     with pytest.raises(StoreError, match=message):
         load_trace(path, **options)
 
@@ -128,9 +130,9 @@ def test_one_flipped_bit_of_a_tensor_raises_also_where_a_slice_leaves_it_out(tmp
     stop = start + json.loads(data[8:start])[name]["data_offsets"][1]
     data[stop - 1] ^= 1
     path.write_bytes(data)
-    for rows in (None, slice(0, 2)):
+    for samples in (None, slice(0, 1)):
         with pytest.raises(StoreError, match=f"^MRR503: cannot load {path}: the checksum of {name} is wrong"):
-            load_trace(path, rows=rows)
+            load_trace(path, samples=samples)
 
 
 @pytest.mark.parametrize(

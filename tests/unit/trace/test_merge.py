@@ -19,7 +19,7 @@ def part_of(trace, rows, layer_numbers, *, num_tokens=None):
     length = max(rows.tolist(), default=-1) + 1 if num_tokens is None else num_tokens
     mask = torch.zeros(length, dtype=torch.bool)
     mask[rows] = True
-    part = trace.select_layers(layer_numbers)[:length]
+    part = trace.select_layers(layer_numbers).gather_rows(slice(length))
     known = None
     if part.token_ids is not None:
         known = torch.where(mask, part.token_ids, -1)

@@ -27,7 +27,7 @@ def test_layers_are_taken_by_their_number():
 
 def test_rows_are_sliced_as_views_and_gathered_as_copies():
     trace = make(token_ids=[7, 8, 9])
-    part = trace[1:3]
+    part = trace.gather_rows(slice(1, 3))
     assert (part.topk_indices.tolist(), part.token_ids.tolist()) == (ROUTES[1:], [8, 9])
     assert part.topk_indices.data_ptr() == trace.topk_indices[1:].data_ptr()
     picked = trace.gather_rows([2, 0, 2])
@@ -167,36 +167,46 @@ def of_six_tokens(**options):
     )
 
 
+SAMPLES = [[10, 11], [], [12, 13, 14], [15]]
+
+
 @pytest.mark.parametrize(
-    ("rows", "tokens"),
-    [
-        (slice(None, 2), [10, 11]),
-        (slice(-2, None), [14, 15]),
-        (slice(1, 4), [11, 12, 13]),
-        (slice(None, None, 2), [10, 12, 14]),
-        (slice(3, 1), []),
-    ],
+    "index",
+    [*range(-4, 4), *(slice(a, b, c) for a in (None, -3, 0, 1, 9) for b in (None, -1, 2, 9) for c in (None, 2, -1))],
 )
-def test_a_slice_takes_rows_as_pythons_lists_do_with_everything_that_is_of_them(rows, tokens):
-    taken = of_six_tokens(sequence_lengths=[2, 4], weight_version=5)[rows]
-    assert taken.token_ids.tolist() == tokens
-    assert taken.topk_indices.tolist() == [[[token - 10, token - 9]] for token in tokens]
-    assert taken.weight_version.tolist() == [5] * len(tokens)
-    assert len(taken) == len(tokens)
-    assert taken.sequence_lengths is None  # rows of two samples, or of a part of one: no samples any more
+def test_a_trace_is_a_list_of_its_samples(index):
+    trace = of_six_tokens(sequence_lengths=[2, 0, 3, 1], sample_ids=["a", "none", "b", "c"], weight_version=5)
+    taken = trace[index]
+    expected = SAMPLES[index] if isinstance(index, slice) else [SAMPLES[index]]
+    names = ["a", "none", "b", "c"][index]
+    assert [sample.token_ids.tolist() for sample in taken] == expected
+    assert taken.sample_ids == tuple([names] if isinstance(names, str) else names)
+    assert taken.topk_indices.tolist() == [[[token - 10, token - 9]] for sample in expected for token in sample]
+    assert taken.weight_version.tolist() == [5] * sum(map(len, expected))
+    assert len(taken) == len(expected)
+    assert [sample.token_ids.tolist() for sample in reversed(taken)] == expected[::-1]
 
 
-@pytest.mark.parametrize("index", [0, torch.tensor([0, 1]), [0, 1], slice(None, None, -1)])
-def test_what_is_no_slice_of_rows_in_order_is_refused_with_advice(index):
-    with pytest.raises(TraceError, match=r"trace\[start:stop\].*gather_rows"):
-        of_six_tokens()[index]
+def test_neighbouring_samples_are_a_view():
+    trace = of_six_tokens(sequence_lengths=[2, 3, 1])
+    assert trace[1:].topk_indices.data_ptr() == trace.topk_indices[2:].data_ptr()
+    assert trace[1].sample_ids is None
 
 
-def test_a_trace_that_does_not_know_its_samples_is_not_iterated_row_by_row():
-    assert [sample.num_tokens for sample in of_six_tokens(sequence_lengths=[2, 4])] == [2, 4]
-    # Without __iter__ Python would ask for trace[0], trace[1], ...: rows, where samples are meant.
-    with pytest.raises(TraceError, match="does not know its samples"):
-        list(of_six_tokens())
+def test_no_sample_and_no_index_of_one_raise():
+    trace = of_six_tokens(sequence_lengths=[2, 4])
+    for index in (2, -3):
+        with pytest.raises(IndexError, match=f"MRR106: the trace has 2 samples, and no sample {index}"):
+            trace[index]
+    for index in ([0, 1], 1.5, "a", True):
+        with pytest.raises(TraceError, match=r"the index of a sample=.* must be an integer"):
+            trace[index]
+
+
+@pytest.mark.parametrize("take", [list, len, lambda trace: trace[0], lambda trace: trace[:2], lambda t: t.samples()])
+def test_a_trace_that_does_not_know_its_samples_says_so_and_has_rows(take):
+    with pytest.raises(TraceError, match=r"MRR105: .*with_samples.*num_tokens counts its rows, trace\.gather_rows"):
+        take(of_six_tokens())
 
 
 def test_one_trace_where_parts_are_meant_is_not_taken_for_its_samples():
