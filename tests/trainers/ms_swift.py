@@ -59,8 +59,8 @@ def micro_batches(seed: int, args: Config) -> list[dict[str, Any]]:
         remove_unused_columns=True,
         sequence_parallel_size=args.context_parallel_size,
         task_type="causal_lm",
-        tokenizer=SimpleNamespace(pad_token_id=oracle.unused_tokens()[0]),
-        processor=SimpleNamespace(pad_token_id=oracle.unused_tokens()[0]),
+        tokenizer=SimpleNamespace(pad_token_id=oracle.unused_tokens(seed)[0]),
+        processor=SimpleNamespace(pad_token_id=oracle.unused_tokens(seed)[0]),
     )
     # Multimodal data alone.
     template._data_collator_mm_data = lambda batch: {}

@@ -180,7 +180,12 @@ def own_routes(chunks: list[Any], ids: Tensor) -> Tensor:
 
     handles = [each.register_forward_hook(keep) for each in chunks[0].modules() if isinstance(each, TopKRouter)]
     with torch.no_grad():
-        chunks[0](ids.unsqueeze(0), torch.arange(len(ids)).unsqueeze(0), None)
+        chunks[0](
+            input_ids=ids.unsqueeze(0),
+            position_ids=torch.arange(len(ids)).unsqueeze(0),
+            attention_mask=None,
+            packed_seq_params=None,
+        )
     for handle in handles:
         handle.remove()
     return routes
@@ -231,9 +236,9 @@ def _restore(owner: Any, before: dict[str, Any]) -> None:
             setattr(owner, name, before[name])
 
 
-def unused_tokens() -> list[int]:
-    """Return tokens that no sample has, for padding; 0 is not among them."""
-    used = {int(token) for seed in range(2) for part in rollout(seed)[0] for token in part}
+def unused_tokens(seed: int) -> list[int]:
+    """Return tokens that no sample of a rank has, for padding; 0 is not among them."""
+    used = {int(token) for part in rollout(seed)[0] for token in part}
     return sorted(set(range(1, VOCAB)) - used)
 
 

@@ -22,7 +22,12 @@ from tests.trainers.stand_ins import Config, trainer_imports
 SOURCE = Source(name="roll", packages=("roll", "mcore_adapter/src/mcore_adapter"))
 PACKAGES = ("roll", "mcore_adapter")
 SERVICES = ("ray", "transformers", "peft", "datasets")
-LENGTH, PROMPT = 24, 7  # of ROLL's padded rows, and of their prompts
+PROMPT = 7  # tokens of a padded prompt
+
+
+def length() -> int:
+    """Return the number of tokens in a padded row."""
+    return max(map(len, oracle.rollout(0)[0])) + PROMPT + 1
 
 
 def worker_config(*, dynamic: bool = False, packs: bool = False, balanced: bool = False) -> Config:
@@ -36,30 +41,26 @@ def worker_config(*, dynamic: bool = False, packs: bool = False, balanced: bool 
         strategy_args=Config(strategy_config={}),
         sequence_packing_args=Config(
             algorithm="load_balance" if balanced else "none",
-            max_packed_sequence_length_forward=2 * LENGTH,
-            max_packed_sequence_length_train=2 * LENGTH,
+            max_packed_sequence_length_forward=2 * length(),
+            max_packed_sequence_length_train=2 * length(),
             min_num_micro_batches_forward=1,
             min_num_micro_batches_train=1,
         ),
     )
 
 
-def batch(seed: int, flags: dict[str, Any], *, cut: int = 0) -> Any:
-    """Return ROLL's own batch of a generation; the second half of the prompts is padded on the left.
-
-    Args:
-        cut: so many rows of routes are missing at the end of each sample.
-    """
+def batch(seed: int, flags: dict[str, Any]) -> Any:
+    """Return ROLL's own batch of a generation; the second half of the prompts is padded on the left."""
     from roll.distributed.scheduler.protocol import DataProto
     from roll.utils.dynamic_batching import dynamic_batching_shard
     from roll.utils.functionals import concatenate_input_and_output, postprocess_generate
 
     ids, routes = oracle.rollout(seed)
-    pad, eos, *_ = oracle.unused_tokens()  # ROLL packs with 0
+    pad, eos, *_ = oracle.unused_tokens(seed)  # ROLL packs with 0
     prompts, answers = [], []
-    for part, length in zip(ids, oracle.SHARDS[seed % 2][1]):
-        prompts.append(torch.nn.functional.pad(part[:length], (PROMPT - length, 0), value=pad))
-        answers.append(part[length:])
+    for part, prompt in zip(ids, oracle.SHARDS[seed % 2][1]):
+        prompts.append(torch.nn.functional.pad(part[:prompt], (PROMPT - prompt, 0), value=pad))
+        answers.append(part[prompt:])
     lengths = torch.tensor([oracle.SHARDS[seed % 2][1]]).T
     mask = (torch.arange(PROMPT) >= PROMPT - lengths).long()
     request = DataProto.from_dict(
@@ -74,17 +75,17 @@ def batch(seed: int, flags: dict[str, Any], *, cut: int = 0) -> Any:
         prompts=request,
         output=output,
         num_return_sequences=1,
-        sequence_length=LENGTH,
+        sequence_length=length(),
         eos_token_id=[eos, pad],
         pad_token_id=pad,
-        routed_experts=[part[: len(part) - cut].int() for part in routes],
+        routed_experts=[part.int() for part in routes],
     )
     shape = made.batch["input_ids"][:, 1:].shape
     for name in ("old_log_probs", "ref_log_probs", "advantages"):
         made.batch[name] = torch.ones(shape)
     made.meta_info = {"loss_mask_keys": ["response_mask"], "micro_batch_size": 2}
     if flags.get("dynamic"):
-        made, _ = dynamic_batching_shard(made, 1, 2 * LENGTH, 4)
+        made, _ = dynamic_batching_shard(made, 1, 2 * length(), 4)
         made.meta_info |= {"loss_mask_keys": ["response_mask"], "micro_batch_size": 2}
     return made
 
@@ -159,7 +160,7 @@ def strategy(module: Any, chunks: list[Any], config: Config, layout: ParallelSiz
     me.model = object.__new__(VirtualModels)
     me.model.models, me.model.config = chunks, chunks[0].config
     me.models_wrapped, me.models_unwrapped = chunks, [chunk.module for chunk in chunks]
-    me.seq_length = LENGTH
+    me.seq_length = length()
     me.enable_router_replay, me.router_replay_mode = True, "R3"
     me.forward_backward_func = module.get_forward_backward_func()
     me.optimizer = small_model.NoOptimizer()

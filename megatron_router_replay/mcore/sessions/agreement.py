@@ -1,9 +1,9 @@
-"""Compare replayed experts with the live router, and judge them when the session ends.
+"""Compare replayed experts with the live router.
 
-In each micro-batch, one layer of a chunk also takes its live scores; in the first one that a process runs on the chunk, all
-layers do. The device writes down for each row which of its replayed experts the live router chooses or nearly chooses. The
-host judges once, when the session ends: layers by their *agreement* (1: the same experts, 0: no more of them than by chance),
-and rows by `blocks`.
+In each micro-batch, one layer of a chunk also takes its live scores; in the first micro-batch that a process runs on the
+chunk, all layers do. The device packs for each row which of its replayed experts the live router chooses or nearly chooses.
+When the session ends, `verdict` computes the *agreement* of each layer (1: the same experts, 0: no more than by chance), and
+searches for wrong rows (`blocks`).
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ class Agreement:
         return self._numbers
 
     def _trace_name(self) -> str:
-        """Return a name that ranks with the same trace share: stages hold different layers of it."""
+        """Return a name of the trace, equal on ranks that replay it; pipeline stages may have different layers."""
         if self.trace is None:
             return ""
         tokens = self.trace.token_ids

@@ -133,6 +133,15 @@ def test_lengths_that_do_not_fit_their_sequences_raise(lengths: list[int]) -> No
         Segments.of((1, 8), torch.tensor([0, 4, 8]), unpadded=torch.tensor(lengths))
 
 
+def test_a_mask_and_unpadded_lengths_both_end_a_segment() -> None:
+    segments = Segments.of((1, 8), torch.tensor([0, 4, 8]), unpadded=torch.tensor([0, 3, 6]))
+    mask = np.array([False, False, True, True, True, False, False, False])
+    bounded = segments.bound(mask)
+    # The mask ends the first one after 2 of its 3 tokens; the second one has 3, whatever the mask leaves.
+    assert (bounded.start.tolist(), bounded.stop.tolist()) == ([0, 5, 8], [2, 7, 8])
+    assert segments.bound(np.zeros(8, bool)).stop.tolist() == [3, 7, 8]
+
+
 # ---- random segments, compared with every reading that the table allows
 
 
