@@ -194,8 +194,8 @@ FAULTS = (
     Fault("a batch one token late", "own", lambda r, f, d: r.roll(1, 2)),
     Fault("two layers exchanged", "own", lambda r, f, d: r[[0, 1, 3, 2, 4, 5]]),
     Fault("physical ids in a layer", "EPLB", _permuted(1.0, slice(2, 3))),
-    Fault("a quarter of ids, in a layer", "EPLB", _permuted(0.25, slice(2, 3))),
-    Fault("a quarter of ids, in all layers", "EPLB", _permuted(0.25, slice(None))),
+    Fault("a quarter of the experts have physical ids, in a layer", "EPLB", _permuted(0.25, slice(2, 3))),
+    Fault("a quarter of the experts have physical ids, in all layers", "EPLB", _permuted(0.25, slice(None))),
     Fault(
         "64 lost rows, the last one repeated", "NeMo-RL #3208", _rows(400, lambda r, f, e: r[:, 3, 399:400]), 64, 112
     ),
@@ -272,6 +272,7 @@ def legal_tokens(seed: int) -> Iterator[tuple[str, Tensor]]:
     for sample in range(SAMPLES):
         tokens[sample, 32:] = tokens[sample, 32 + torch.arange(LENGTH - 32) % (4 + 5 * sample)]
     yield "loops to the end", tokens
+    yield "a tiny batch", plain[:2, :48]
 
 
 def legal_engines(network: Network, seed: int) -> dict[str, Network]:
@@ -300,9 +301,10 @@ def legal_sessions(network: Network, seed: int) -> Iterator[tuple[str, str, str,
     for of_text, tokens in legal_tokens(seed):
         scores = small_moe.scores_of(network, tokens)
         routes = {name: top_k(small_moe.scores_of(each, tokens), shape) for name, each in engines.items()}
+        half, prefix = tokens.shape[0] // 2, tokens.shape[1] // 2
         for name in ("older, KL 0.1", "older, KL 0.03"):
-            routes[f"half of the samples {name}"] = torch.cat([routes["bf16"][:, :4], routes[name][:, 4:]], 1)
-            routes[f"prefixes {name}"] = torch.cat([routes[name][:, :, :256], routes["bf16"][:, :, 256:]], 2)
+            routes[f"half of the samples {name}"] = torch.cat([routes["bf16"][:, :half], routes[name][:, half:]], 1)
+            routes[f"prefixes {name}"] = torch.cat([routes[name][:, :, :prefix], routes["bf16"][:, :, prefix:]], 2)
         for name, replayed in routes.items():
             for layout, options in LAYOUTS.items():
                 yield name, of_text, layout, outcome(compared(shape, scores, replayed, **options))

@@ -5,7 +5,7 @@ import logging
 import pytest
 from megatron.core.pipeline_parallel import schedules
 
-from megatron_router_replay.errors import PayloadError, ReplayStateError
+from megatron_router_replay.errors import LayoutError, PayloadError, ReplayStateError
 from megatron_router_replay.testing import ParallelSizes
 from megatron_router_replay.trainers import miles, replayer, slime
 from tests.trainers import oracle, small_model
@@ -142,6 +142,17 @@ def test_samples_without_routes_among_others_are_named(trainer, chunks):
     ids, routes = samples()
     with pytest.raises(PayloadError, match=r"MRR802: samples \[1, 3\] have no routes, and others have"):
         replayer.active().enter(chunks, lambda: (ids, [None if i in (1, 3) else part for i, part in enumerate(routes)]))
+
+
+@pytest.mark.parametrize("expert", [1, 7])
+def test_any_route_in_a_dense_layer_raises(expert, trainer, chunks):
+    ids, routes = samples()
+    routes[3] = routes[3].clone()
+    routes[3][:, 0] = -1  # as trainers fill layer 1, which is dense; engines fill it with 0
+    assert replayer.make_trace(chunks, ids, routes, "unrouted").layer_numbers == (2, 3, 4)
+    routes[3][2, 0, 1] = expert
+    with pytest.raises(LayoutError, match=r"MRR802: sample 3 has routes in layers \[1\], which are dense"):
+        replayer.make_trace(chunks, ids, routes, "unrouted")
 
 
 def test_a_pass_that_replays_without_samples_raises(trainer, chunks):

@@ -172,40 +172,52 @@ class RoutingCall:
                 "replay cannot know which tokens each request is for."
             )
         request = TopKRequest(scores, topk, num_groups, group_topk, default_compute_topk)
-        values: Tensor | None = None
         # A selective checkpoint pairs the operations of a recompute with those of its forward. Here they differ (a top-k,
         # a read of a tape), so both are hidden.
-        with tape.hidden_from_selective_checkpoint():
-            if self.recompute_of is not None:
-                used = self.recompute_of.topk_indices.to(torch.int64)
-                if self.counter.counts_flips:
-                    flipped = request.live_topk()[1].sort(dim=1).values != used.sort(dim=1).values
-                    self.counter.add(flips=flipped.any(dim=1).sum())
-            else:
-                assert self.source is not None, "a forward has a source"
-                used = self.source._experts(self, request)
-                if used is None:
-                    values, used = request.live_topk()
-            # Megatron-Core checks no shape. It would broadcast a single row to all tokens; with more rows, but fewer than the
-            # tokens, the last tokens would get no experts.
-            if used.shape != (len(scores), topk):
-                raise ReplayStateError(
-                    f"MRR201: {tape.layer_of(self.router)} routes {len(scores)} tokens to {topk} experts each, its routes "
-                    f"have shape {list(used.shape)}: give one row per token, in its order (s-major, this rank's tokens)."
-                )
-            self.used = used.to(device=scores.device, dtype=torch.int64)
-            if TOPK_ORDER_FOLLOWS_GRAD and torch.is_grad_enabled():
-                # Sums over the columns depend on their order. A live top-k sorts them by score if gradients are enabled;
-                # then routes are sorted, too. Two columns need no order: a + b == b + a exactly.
-                if topk > 2 and values is None and self._must_sort(request):
-                    order = scores.detach().gather(1, self.used).argsort(dim=1, descending=True, stable=True)
-                    self.used, self.kept = self.used.gather(1, order), None
-                self.in_order = True
-            indices = self.used
-            if not torch.is_grad_enabled():
-                # Hidden as well: a live forward without gradients returns `values`, and only its recompute gathers.
-                return scores.gather(1, indices) if values is None else values, indices
-        return scores.gather(1, indices), indices
+        if tape.pairs_operations():
+            with tape.hidden_from_selective_checkpoint():
+                values, indices = self._choose(request)
+        else:
+            values, indices = self._choose(request)
+        return scores.gather(1, indices) if values is None else values, indices
+
+    def _choose(self, request: TopKRequest) -> tuple[Tensor | None, Tensor]:
+        """Decide on the experts, and return (scores, ids); scores are None where a gradient goes through them.
+
+        Without gradients they are made here: a live forward then returns its top-k's scores, and only its recompute gathers.
+        """
+        scores, topk = request.scores, request.topk
+        values: Tensor | None = None
+        if self.recompute_of is not None:
+            used = self.recompute_of.topk_indices.to(torch.int64)
+            if self.counter.counts_flips:
+                flipped = request.live_topk()[1].sort(dim=1).values != used.sort(dim=1).values
+                self.counter.add(flips=flipped.any(dim=1).sum())
+        else:
+            assert self.source is not None, "a forward has a source"
+            used = self.source._experts(self, request)
+            if used is None:
+                values, used = request.live_topk()
+        # Megatron-Core checks no shape. It would broadcast a single row to all tokens; with more rows, but fewer than the
+        # tokens, the last tokens would get no experts.
+        num_tokens = scores.shape[0]
+        if used.shape != (num_tokens, topk):
+            raise ReplayStateError(
+                f"MRR201: {tape.layer_of(self.router)} routes {num_tokens} tokens to {topk} experts each, its routes "
+                f"have shape {list(used.shape)}: give one row per token, in its order (s-major, this rank's tokens)."
+            )
+        self.used = used.to(device=scores.device, dtype=torch.int64)
+        has_gradients = torch.is_grad_enabled()
+        if TOPK_ORDER_FOLLOWS_GRAD and has_gradients:
+            # Sums over the columns depend on their order. A live top-k sorts them by score if gradients are enabled;
+            # then routes are sorted, too. Two columns need no order: a + b == b + a exactly.
+            if topk > 2 and values is None and self._must_sort(request):
+                order = scores.detach().gather(1, self.used).argsort(dim=1, descending=True, stable=True)
+                self.used, self.kept = self.used.gather(1, order), None
+            self.in_order = True
+        if has_gradients:
+            return None, self.used
+        return scores.gather(1, self.used) if values is None else values, self.used
 
     def _must_sort(self, request: TopKRequest) -> bool:
         """Return whether the columns must be sorted by score, as a live top-k with gradients does."""

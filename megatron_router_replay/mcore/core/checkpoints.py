@@ -46,11 +46,12 @@ def install() -> None:
 
 def is_installed() -> bool:
     """Return whether the checkpoints are still wrapped."""
-    hooks = all(
-        hasattr(getattr(torch_checkpoints, name), _TAPE) for name in ("_checkpoint_hook", "_recomputation_hook")
+    return (
+        hasattr(torch_checkpoints._checkpoint_hook, _TAPE)
+        and hasattr(torch_checkpoints._recomputation_hook, _TAPE)
+        and hasattr(torch_checkpoints.CheckpointFunction.forward, _TAPE)
+        and hasattr(megatron_checkpoints.CheckpointFunction.forward, _TAPE)
     )
-    functions = (torch_checkpoints.CheckpointFunction.forward, megatron_checkpoints.CheckpointFunction.forward)
-    return hooks and all(hasattr(forward, _TAPE) for forward in functions)
 
 
 def _wrap_reentrant(module: Any, name: str) -> None:

@@ -227,7 +227,14 @@ def install() -> None:
             inference_router.forward = _inference_hook(inference_router.forward)
     if not is_hook(topk):
         setattr(router_module, TOPK_FUNCTION, _topk_hook(topk))
-    tape.before_run = lambda: check_installed() if dispatch.held_routers or active else None
+    tape.before_run = _check_routing
+
+
+def _check_routing() -> None:
+    """Raise if routers no longer pass the hooks; a run of a checkpoint asks nothing more, because many run in a step."""
+    in_place = hasattr(TopKRouter.routing, "is_hook") and is_hook(getattr(router_module, TOPK_FUNCTION))
+    if not in_place and (dispatch.held_routers or active):
+        check_installed()
 
 
 def check_installed() -> None:

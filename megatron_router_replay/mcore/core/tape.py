@@ -183,15 +183,17 @@ def write(entry: Entry) -> None:
         entries.append(entry)
 
 
-_NOTHING = nullcontext()
+def pairs_operations() -> bool:
+    """Return whether a selective checkpoint may pair the operations of forward and recompute now."""
+    # Without an open run, an active dispatch mode belongs to no checkpoint and stays on, such as make_fx when it traces a
+    # RouterReplay that records into a static buffer.
+    return bool(torch._C._len_torch_dispatch_stack() and _thread.runs)
 
 
 def hidden_from_selective_checkpoint() -> AbstractContextManager[Any]:
-    """Hide operations from selective checkpointing, which pairs those of forward and recompute."""
-    # Without an open run, an active dispatch mode belongs to no checkpoint and stays on, such as make_fx when it traces a
-    # RouterReplay that records into a static buffer.
-    if not (torch._C._len_torch_dispatch_stack() and _thread.runs):
-        return _NOTHING
+    """Hide operations from selective checkpointing, where it may pair them."""
+    if not pairs_operations():
+        return nullcontext()
     return cast(AbstractContextManager[Any], _python_dispatch._disable_current_modes())
 
 

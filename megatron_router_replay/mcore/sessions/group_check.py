@@ -2,8 +2,9 @@
 
 A collective cannot do this: where one rank raised, its peers would wait in it for ever, and the exchange of the next session
 would be shifted. So numbers go through the job's key-value store. The last rank to come reads those of all ranks and writes
-one result, which its peers read: at most four requests a rank, however many ranks there are. A rank that leaves its block by
-an exception, or cannot open its session, publishes that before it raises, and does not wait.
+one result, which its peers read. However many ranks there are, an end takes four requests a rank; an opening takes one, and
+the first rank deletes an older result there. A rank that leaves its block by an exception, or cannot open its session,
+publishes that before it raises, and does not wait.
 """
 
 from __future__ import annotations
@@ -275,7 +276,12 @@ def judge_replay(everyone: Mapping[int, Numbers], least: float | None) -> list[s
             "of a recording (recording.gather)?"
         ]
     if share is not None and least is not None and share < least:
-        return [f"{share:.4%} of {replayed + live} tokens were replayed on {ranks}, less than min_replayed={least}."]
+        ends = (
+            " An engine gives the last token of a sample no route, so its traces never reach 1." if least == 1 else ""
+        )
+        return [
+            f"{share:.4%} of {replayed + live} tokens were replayed on {ranks}, less than min_replayed={least}.{ends}"
+        ]
     # Where a rank is at fault, a forward may have come and reached some routers: its own error names them.
     if share is None and least != 0 and any(each.chunks for each in numbers) and not any(e.at_fault for e in numbers):
         if padding:

@@ -75,6 +75,12 @@ def test_a_place_gets_its_samples_in_its_stages_layers_and_copies_share_a_part()
     assert all(plan[Place(0, 0, cp, tp)] is first for cp in range(2) for tp in range(2))
 
 
+def test_bytes_of_a_part_are_those_of_its_dtypes() -> None:
+    wide = TraceFormat(layer_numbers=(2, 3), topk=8, num_experts=512, has_token_ids=True)
+    (part,) = plan_routes((10,), layout=ParallelLayout(stage_layers=((2, 3),)), format=wide).values()
+    assert part.nbytes == 10 * (2 * 8 * 2 + 1 + 4)  # ids above 255 have two bytes; a byte of mask, four of token
+
+
 def part_of(lengths: tuple[int, ...], samples: list[int]) -> Part:
     plan = plan_routes(lengths, layout=ParallelLayout(stage_layers=((2,),)), format=FORMAT, partition=[samples])
     return plan[Place()]
