@@ -272,6 +272,7 @@ def legal_tokens(seed: int) -> Iterator[tuple[str, Tensor]]:
     for sample in range(SAMPLES):
         tokens[sample, 32:] = tokens[sample, 32 + torch.arange(LENGTH - 32) % (4 + 5 * sample)]
     yield "loops to the end", tokens
+    yield "a tiny batch", plain[:2, :48]
 
 
 def legal_engines(network: Network, seed: int) -> dict[str, Network]:
@@ -300,9 +301,10 @@ def legal_sessions(network: Network, seed: int) -> Iterator[tuple[str, str, str,
     for of_text, tokens in legal_tokens(seed):
         scores = small_moe.scores_of(network, tokens)
         routes = {name: top_k(small_moe.scores_of(each, tokens), shape) for name, each in engines.items()}
+        half, prefix = tokens.shape[0] // 2, tokens.shape[1] // 2
         for name in ("older, KL 0.1", "older, KL 0.03"):
-            routes[f"half of the samples {name}"] = torch.cat([routes["bf16"][:, :4], routes[name][:, 4:]], 1)
-            routes[f"prefixes {name}"] = torch.cat([routes[name][:, :, :256], routes["bf16"][:, :, 256:]], 2)
+            routes[f"half of the samples {name}"] = torch.cat([routes["bf16"][:, :half], routes[name][:, half:]], 1)
+            routes[f"prefixes {name}"] = torch.cat([routes[name][:, :, :prefix], routes["bf16"][:, :, prefix:]], 2)
         for name, replayed in routes.items():
             for layout, options in LAYOUTS.items():
                 yield name, of_text, layout, outcome(compared(shape, scores, replayed, **options))

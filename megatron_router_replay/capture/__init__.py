@@ -23,9 +23,23 @@ and every token of the finished sequence. A batch padded or reordered otherwise 
 Source: the design of vLLM 0.21's routed experts replay and of SGLang's capturer; the code is our own.
 """
 
+import sys
+from types import ModuleType
+from typing import Any
+
 from megatron_router_replay.capture.capturer import Capturer
 from megatron_router_replay.capture.forward import token_positions
 from megatron_router_replay.capture.routers import CaptureError, RouterSite
 from megatron_router_replay.capture.watched import watch
 
 __all__ = ["CaptureError", "Capturer", "RouterSite", "token_positions", "watch"]
+
+
+class _Module(ModuleType):
+    """The module, which a user may call in place of `watch`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError("mrr.capture is a module: with mrr.capture.watch(model) as seen: model.generate(...)")
+
+
+sys.modules[__name__].__class__ = _Module

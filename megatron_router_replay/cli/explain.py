@@ -13,12 +13,12 @@ from megatron_router_replay.cli.output import fail
 
 
 def explain(
-    code: Annotated[str, typer.Argument(help="The code that the message begins with, as MRR203.", metavar="CODE")],
+    code: Annotated[str, typer.Argument(help="The code of an error, as MRR203, or its message.", metavar="CODE")],
 ) -> None:
     """Print the cause and the fix of an error, by its code."""
     rows = error_rows()
-    name = code.upper()
-    name = name if name.startswith("MRR") else f"MRR{name}"
+    pasted = re.search(r"MRR\d{3}", code.upper())
+    name = pasted[0] if pasted else f"MRR{code}"
     if name not in rows:
         fail(f"MRR901: no error has the code {code}; codes run from {min(rows)} to {max(rows)}.")
     cause, fix = rows[name]

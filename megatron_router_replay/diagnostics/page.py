@@ -11,8 +11,10 @@ from html import escape
 from pathlib import Path
 
 import megatron_router_replay
+from megatron_router_replay.checks import with_checked_options
 from megatron_router_replay.diagnostics.counting import Difference
 from megatron_router_replay.diagnostics.trace_diff import TraceDiff, counts_text, fact_lines, verdict
+from megatron_router_replay.errors import TraceError
 from megatron_router_replay.store.atomic import replacing
 
 _PAGE = """<!doctype html>
@@ -59,14 +61,21 @@ _LEFT, _HEIGHT = 58, 14
 _LEAST_HIGHEST = 8  # differences of the reddest cell, so that one of a few stays pale
 
 
+@with_checked_options
 def save_page(diff: TraceDiff, path: str | os.PathLike[str]) -> Path:
     """Write the page of a diff and return its path.
 
     A page that is there already stays until the new one is whole.
 
     Raises:
+        TraceError: the first argument is no diff.
         OSError: the file cannot be written.
     """
+    if not isinstance(diff, TraceDiff):
+        raise TraceError(
+            f"MRR101: cannot write a page of a {type(diff).__name__}: the diff comes first, save_page(diff, path); "
+            "mrr.diff_traces(a, b) makes one."
+        )
     notes = [line.removeprefix("fact: ") for line in fact_lines(diff)]
     bins = len(diff.compared_by_position)
     width = max(6, min(24, 1000 // bins))

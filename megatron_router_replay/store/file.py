@@ -31,7 +31,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_router_replay.checks import shown
+from megatron_router_replay.checks import shown, with_checked_options
 from megatron_router_replay.errors import StoreError
 from megatron_router_replay.store.atomic import as_path, check_regular, naming, replacing
 from megatron_router_replay.trace.header import TraceHeader
@@ -75,6 +75,7 @@ def save_trace(trace: RoutingTrace, path: str | os.PathLike[str]) -> Path:
     return path
 
 
+@with_checked_options
 def load_trace(
     path: str | os.PathLike[str],
     *,

@@ -32,6 +32,7 @@ def concat_traces(traces: Sequence[RoutingTrace]) -> RoutingTrace:
         TraceError: no traces; layers, num_experts or topk differ; only some have token_ids, sample_ids or
             weight_version.
     """
+    _check_list(traces, "concatenate")
     names = [f"trace {i}" for i in range(len(traces))]
     _check_same(traces, "concatenate", ("layer_numbers", "num_experts", "topk"), names)
     if any(trace.weight_version is not None for trace in traces):
@@ -97,6 +98,7 @@ def merge_traces(
             different weight versions for the same row; a row is missing in a layer or altogether. Names parts, rows and
             layers.
     """
+    _check_list(parts, "merge")
     names = [f"part {i}" for i in range(len(parts))] if names is None else names
     # A part without layers (a stage of dense layers) has no expert count.
     with_layers = _check_same(parts, "merge", ("num_experts", "topk"), names)
@@ -136,13 +138,16 @@ def merge_traces(
     )
 
 
+def _check_list(traces: Sequence[RoutingTrace], attempt: str) -> None:
+    if isinstance(traces, RoutingTrace) or not traces:
+        given = "one trace by itself" if isinstance(traces, RoutingTrace) else "no traces"
+        raise TraceError(f"MRR107: cannot {attempt} {given}: give a list, at least one is needed.")
+
+
 def _check_same(
     traces: Sequence[RoutingTrace], attempt: str, same: Sequence[str], names: Sequence[str]
 ) -> RoutingTrace:
     """Return the first trace that has layers; raise unless all traces with layers agree in the attributes `same`."""
-    if isinstance(traces, RoutingTrace) or not traces:
-        given = "one trace by itself" if isinstance(traces, RoutingTrace) else "no traces"
-        raise TraceError(f"MRR107: cannot {attempt} {given}: give a list, at least one is needed.")
     for i, trace in enumerate(traces):
         if not isinstance(trace, RoutingTrace):
             raise TraceError(

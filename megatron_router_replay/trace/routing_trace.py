@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from megatron_router_replay.checks import as_integer
+from megatron_router_replay.checks import as_integer, with_checked_options
 from megatron_router_replay.errors import TraceError, listed
 from megatron_router_replay.trace.ids import check_topk_indices
 from megatron_router_replay.trace.runs import as_slice
@@ -121,6 +121,7 @@ class RoutingTrace:
         )
 
     @classmethod
+    @with_checked_options
     def from_samples(
         cls,
         tokens: Sequence[ArrayLike | Tensor],

@@ -1,9 +1,10 @@
-"""Megatron-LM's RL loop: `torchrun ... -m megatron_router_replay.trainers.megatron_rl train_rl.py ...`.
+"""Megatron-LM's RL loop: `torchrun ... -m megatron_router_replay.trainers.megatron_rl train_rl.py ...`, or an import of this
+module at the top of the script.
 
-With `--moe-enable-routing-replay` its engine records the experts of each request, and its training ignores them. Here each
-rank of the engine keeps the routes of its requests, and the record of a finished request carries a ticket. Rows go to the
-ranks that train them before the pass for old log-probs. That pass and the training step replay; the reference model's pass
-is live.
+With `--moe-enable-routing-replay`, Megatron-RL's engine records the experts of each request, and its training ignores them.
+Here each rank of the engine keeps the routes of its requests. Megatron-RL sends a record of each finished request to all
+ranks; a ticket in it names the request's routes. Before the pass for old log-probs, each rank fetches the routes of the
+samples that it trains. That pass and the training step replay; the pass of the reference model does not.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ SEAMS = (ENGINE, FINISH, RECORD, PREPARE, ROWS, LOGPROBS, PACK, STEP)
 
 _store = RequestRoutes()
 _collections: list[_Collection] = []
-"""The collection that `prepare_data_for_update` prepares now."""
+"""One collection while `prepare_data_for_update` runs, none otherwise."""
 
 
 def install(**options: Any) -> None:
@@ -67,7 +68,7 @@ def install(**options: Any) -> None:
     Args:
         options: of `mrr.replay`.
     """
-    # Not before the loop itself is imported: a process that trains without it may have any Megatron-Core.
+    # Wait until Megatron-RL is imported: other processes may import this module with a Megatron-Core that we do not know.
     when_imported(RL, lambda module: _hook_all(options))
 
 
@@ -79,7 +80,7 @@ def _hook_all(options: dict[str, Any]) -> None:
     hook(PREPARE, _prepare)
     hook(ROWS, _note_rows)
     hook(LOGPROBS, _log_probs)
-    hook(PACK)
+    hook(PACK)  # only checked: `_packed_rows` relies on its order
     hook(STEP, _step)
 
 
@@ -91,7 +92,7 @@ def _is_on(model: Any) -> bool:
 
 
 def _routed_layers(model: Any) -> dict[int, Any]:
-    """Return layer number -> router, of the layers of this rank whose routers choose and are replayed."""
+    """Return layer number -> router of this rank's MoE layers, without MTP layers and hash routers."""
     from megatron_router_replay.mcore.model.find import as_chunks, find_routers
     from megatron_router_replay.mcore.model.support import is_hashed
 
@@ -110,7 +111,8 @@ def _generate(original: Any, *args: Any, **kwargs: Any) -> Any:
     if _is_on(model):
         from megatron.core.transformer.moe.router_replay import RouterReplay
 
-        # The engine records every router in this list: those of the trained model too, where it generates with a copy.
+        # The engine records all routers in this list. If it generates with a copy of the model, the list also has the
+        # trained model's: keep those of the engine's model.
         layers = _routed_layers(model)
         RouterReplay.global_router_replay_instances[:] = [router.router_replay for router in layers.values()]
         _store.layers = tuple(layers)
@@ -133,10 +135,11 @@ def _keep(record: Any, config: Any) -> None:
     """Take the routes of a finished request."""
     first = record.requests[0]
     routes = first.routing_indices
-    # An HTTP reply would carry them as text, twice.
+    # With them, an HTTP reply of the engine would have the routes as text, twice.
     for each in record.requests:
         each.routing_indices = None
-    # A request that was evicted or suspended was prefilled again, and its first forward is not recorded.
+    # A request that was evicted or suspended was prefilled again, and the engine did not record all of its forwards: keep
+    # no routes, so that its tokens are routed live.
     if len(record.requests) > 1 or (routes is None and _store.layers):
         return
     tokens = torch.cat([_ids(first.prompt_tokens), _ids(first.generated_tokens)])
@@ -147,7 +150,7 @@ def _keep(record: Any, config: Any) -> None:
 
 def _record(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Let the record of a finished request carry its ticket. Called on one rank of each engine."""
-    from_request = original.__get__(None, sys.modules[RECORD.module].FinishedRequestRecord)
+    from_request = original.__get__(None, sys.modules[RECORD.module].FinishedRequestRecord)  # a classmethod
     record = from_request(*args, **kwargs)
     record.mrr_ticket = _store.ticket(_arguments(from_request, args, kwargs)["request"].request_id)
     return record
@@ -159,19 +162,19 @@ def _ids(tokens: Any) -> Tensor:
 
 # ---- from a rollout to its rows
 class _Row(NamedTuple):
-    """A row of training: a rollout by its place in the collection, and its turn; -1: all its turns, joined."""
+    """A row of training: the index of its rollout in the collection, and of its turn; -1: all turns, joined."""
 
     rollout: int
     turn: int
 
 
 class _Collection:
-    """A rollout from its arrival until its samples came in.
+    """The rollouts of a call of `prepare_data_for_update`, until this rank has the routes of its samples.
 
     Args:
         model: the trained model's chunks.
         rollouts: Megatron-RL's, in groups, the same on all ranks.
-        ledger: completion id -> record, the same on all ranks. Its records go when Megatron-RL reads them.
+        ledger: completion id -> record, the same on all ranks. Megatron-RL removes a record when it reads it: read them now.
         tokenizer: Megatron-RL's.
     """
 
@@ -238,11 +241,11 @@ class _Collection:
         return rows
 
     def _tokens(self, row: _Row) -> Tensor:
-        turn = self._rollouts[row.rollout].trajectory[row.turn]  # the last turn has the tokens of all
+        turn = self._rollouts[row.rollout].trajectory[row.turn]  # the last turn has the tokens of all earlier ones
         return _ids(self.tokenizer.tokenize(turn) if isinstance(turn, str) else turn)
 
     def _pieces(self, row: _Row) -> Iterator[Piece]:
-        """Return the parts of a row's routes: the first generation of a token wins, as in `RoutingSegments`."""
+        """Yield the parts of a row's routes. A later turn reads earlier ones again; a token keeps its first routes."""
         tickets, turns = self._tickets[row.rollout], self._rollouts[row.rollout].trajectory
         end = 0
         for turn, ticket in enumerate(tickets):
@@ -260,7 +263,7 @@ class _Collection:
         experts, topk, layers = config.num_moe_experts, config.moe_router_topk, list(_routed_layers(self.model))
         pieces = [(i, piece) for i, row in enumerate(rows) for piece in self._pieces(row)]
         parts = _store.fetch([piece for _, piece in pieces], layers, topk=topk, num_experts=experts)
-        # A rank whose rows are all padding has a sample as well, without routes.
+        # A trace needs a sample: if all rows of a rank are padding, one of a padding token, without routes.
         tokens = [self._tokens(row) for row in rows] or [torch.tensor([self.tokenizer.pad])]
         routes = [torch.zeros(len(ids), len(layers), topk, dtype=index_dtype(experts)) for ids in tokens]
         masks = [torch.zeros(len(ids), dtype=torch.bool) for ids in tokens]
@@ -285,8 +288,9 @@ def _packed_rows(rows: list[_Row | None], packing_context: Any) -> list[_Row | N
 def _num_kept_collections() -> int:
     """Return for how many collections the routes of a request are kept, until its rollout is trained.
 
-    Requests of evaluations and of groups that are filtered out are never trained, and nothing says so. Megatron-RL trains a
-    rollout `rl_generation_lag` collections late; one that takes longer than twice that is live, and counted so.
+    Requests of evaluations and of groups that are filtered out are never trained, and Megatron-RL does not say which these
+    are. It trains a rollout `rl_generation_lag` collections late. If one is later than twice that and 8 more, its tokens are
+    routed live, and the report counts them.
     """
     lag = getattr(sys.modules[RL].get_args(), "rl_generation_lag", None)
     return 2 * math.ceil(lag or 0) + 8
@@ -299,7 +303,8 @@ def _prepare(original: Any, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
-    # The engine leaves its RECORD, and its buffers, in the routers of the model that trains now; it sets both in each step.
+    # If engine and training share a model, its routers still have the engine's action, RECORD, and its buffers. The engine
+    # sets both again before each of its steps.
     RouterReplay.clear_global_router_replay_action()
     RouterReplay.clear_global_static_buffers()
     _collections[:] = [_Collection(given["model"], given["rollouts"], given["request_ledger"], given["tokenizer"])]
@@ -326,7 +331,9 @@ def _log_probs(original: Any, *args: Any, **kwargs: Any) -> Any:
     replay.options = {"padding_token_ids": [collection.tokenizer.pad], **replay.options}
     replay.enter_trace(lambda: collection.trace(given["packing_context"]), are_trained=True)
     _LOG.info("%d bytes of routes came from other ranks", _store.bytes_received)
-    with replay.in_session(given["model"]):  # of all micro-batches: one of padding alone has no routes
+    with replay.in_session(
+        given["model"]
+    ):  # one session for all: in a micro-batch of padding alone nothing is replayed
         return original(*args, **kwargs)
 
 

@@ -84,7 +84,7 @@ class RouteGroup:
         bucket_bytes: the same in all processes. A sender stages at most four buckets, whatever the payload.
         timeout: for a batch to arrive everywhere once all processes have begun it, consumers of `stream` included.
         ready_timeout: for all processes to begin, at the start and with every batch: longer than a rollout. A process that
-            was killed between batches ends the waits for it no sooner; the log names it after a minute.
+            was killed or stopped between batches ends the waits for it after 5 minutes; the log names it after one.
         times: where seconds are counted; make one to count decoding in it, too.
 
     Raises:

@@ -2,7 +2,8 @@
 
 A process that fails writes its words into the store, if it is the first, and closes its connections. Its peers lose it, raise
 the first words and close theirs, and so on; a process that waits in the store looks for an error there. A process that is
-killed or stopped writes nothing: its peers lose it, or run out of time, and write that.
+killed or stopped writes nothing: in a batch its peers lose it, or run out of time, and write that. Between batches, when
+nothing is sent, each process counts up in the store, and a process that waits sees that a count stands still.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from threading import Event, Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +32,10 @@ _TOGETHER_S = 1.0
 """Within so many seconds, processes that wait for each other run out of time together."""
 _WAIT_LINE_S = 60.0
 """A process that waits logs a line so often: the process that it waits for may have been killed."""
+_BEAT_S = 10.0
+"""A process counts up in the store so often, in a thread: it lives, however long its rollout takes."""
+_SILENT_S = 300.0
+"""A process that has not counted up for so long was killed or stopped. A thread can wait minutes for Python's lock."""
 _CLOSE = 1
 """A tag that no message has."""
 
@@ -103,6 +109,7 @@ class Connections:
         self._group, self._is_own_group = group, group is None
         self._meetings = 0
         self._deadline = 0.0
+        self._is_over = Event()
         # At most some thousand requests a second come to the store, whatever the number of processes.
         self._meeting_poll_s = max(0.01, len(members) / 1000)
 
@@ -120,8 +127,18 @@ class Connections:
             times_joined = self._store.add(f"joined/{self._rank}", 1)
         if times_joined > 1:
             raise TransportError(f"MRR602: {self.member} is one too many: this name was used before, take a new one.")
+        # A client of its own: that of this process may wait.
+        Thread(target=self._beat, args=(self._store.clone(),), name="routes-beat", daemon=True).start()
         with self.failing_all():
             self._connect(json.dumps(terms), timeout)
+
+    def _beat(self, store: Store) -> None:
+        """Count up in the store until the transport is over."""
+        while True:
+            with suppress(RuntimeError):  # a server that has ended, or is busy
+                store.add(f"beat/{self._rank}", 1)
+            if self._is_over.wait(_BEAT_S):
+                return
 
     def _connect(self, terms: str, timeout: timedelta) -> None:
         agreed = self._store.compare_set("terms", "", terms).decode()
@@ -166,8 +183,9 @@ class Connections:
         Args:
             option: the caller's name of the time-out, for the log.
         """
-        began = time.monotonic()
+        began = next_look = time.monotonic()
         next_line = began + _WAIT_LINE_S
+        heard: dict[int, tuple[int, float]] = {}  # the count of each late process, and when it was new
         self._meetings += 1  # the store counts the arrivals of all meetings, so that no key is reset
         with self._raising_first_words("the store"):
             self._store.add(f"at/{self._rank}", 1)
@@ -186,20 +204,37 @@ class Connections:
                         return
                     raise
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"waited {timeout.total_seconds():g} s for {self._late_members()}.")
+                    raise TimeoutError(f"waited {timeout.total_seconds():g} s for {self._name_late(self._late())}.")
                 if time.monotonic() > next_line:
                     next_line += _WAIT_LINE_S
                     waited, limit = time.monotonic() - began, timeout.total_seconds()
-                    late = self._late_members()
+                    late = self._name_late(self._late())
                     _LOG.warning("%s waits for %s, %.0f s of %s=%g s", self.member, late, waited, option, limit)
+                if time.monotonic() > next_look:
+                    next_look += _BEAT_S
+                    self._check_beats(heard)
                 time.sleep(self._meeting_poll_s)
 
-    def _late_members(self) -> str:
+    def _late(self) -> list[int]:
+        """Return the ranks that have not come to this meeting."""
         # Adding 0 also reads the count of a process that never came.
         counts = [self._store.add(f"at/{rank}", 0) for rank in range(len(self._members))]
-        late = [member for member, count in zip(self._members, counts) if count < self._meetings]
-        more = f" and {len(late) - 1} more" if len(late) > 1 else ""
-        return f"{late[0]}{more}" if late else "a process"
+        return [rank for rank, count in enumerate(counts) if count < self._meetings]
+
+    def _name_late(self, ranks: Sequence[int]) -> str:
+        more = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
+        return f"{self._members[ranks[0]]}{more}" if ranks else "a process"
+
+    def _check_beats(self, heard: dict[int, tuple[int, float]]) -> None:
+        """Raise TimeoutError if a process that is late has stopped counting up; one that never came has not begun to."""
+        for rank in self._late():
+            count, now = self._store.add(f"beat/{rank}", 0), time.monotonic()
+            if rank not in heard or heard[rank][0] != count:
+                heard[rank] = count, now
+            elif count and now - heard[rank][1] > _SILENT_S:
+                raise TimeoutError(
+                    f"waits for {self._members[rank]}, which was killed or stopped: no sign for {_SILENT_S:g} s."
+                )
 
     def send(self, messages: Sequence[Tensor], rank: int) -> Transfer:
         """Start to send contiguous uint8 messages. Their memory must not change before `finish`."""
@@ -262,6 +297,7 @@ class Connections:
 
     def fail(self, text: str) -> str:
         """End the transport in all processes; returns the words of the process that failed first. Any thread may call it."""
+        self._is_over.set()
         with suppress(RuntimeError):  # the store may be closed
             text = self._store.compare_set("failed", "", text).decode()
         if self._group is not None and self._is_own_group:

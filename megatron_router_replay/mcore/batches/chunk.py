@@ -228,8 +228,8 @@ class Chunk:
 
     def _raise_missing(self, layer: str) -> NoReturn:
         raise ReplayStateError(
-            f"MRR406: {self.where}, micro-batch {self.num_begun}, {layer}: a forward without {self._missing}. A trace of "
-            "RoutingTrace.from_samples finds them by the forward's input_ids; else call session.microbatch(rows, model) "
+            f"MRR406: {self.where}, micro-batch {self.num_begun}, {layer}: a forward without {self._missing}. A trace "
+            "with token ids and samples finds them by the forward's input_ids; else call session.microbatch(rows, model) "
             "before each forward of each chunk. An evaluation or a reference pass runs inside `with session.paused():`."
         )
 

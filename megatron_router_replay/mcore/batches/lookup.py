@@ -3,6 +3,9 @@
 once a trace          samples_of        its samples, in the order of their tokens
 once a micro-batch    RowLookup.find    the call's tokens -> segments -> samples -> rows
                       number_tokens     of a recording: the call's tokens -> segments -> samples of their own
+
+A segment is one sequence of a forward with its padding. A `Reading` says where in a segment the sample begins, how many of
+its tokens are known, and in which trace row the first one is.
 """
 
 from __future__ import annotations
@@ -43,9 +46,9 @@ class _Limits(NamedTuple):
     """Flat positions of each segment's tokens, [S].
 
     Args:
-        low: the first one behind declared padding.
-        high: past the last one that is no declared padding.
-        doubt: from there on, tokens may be padding.
+        low: the first token after declared padding on the left.
+        high: one past the last token that is not declared padding.
+        doubt: tokens from here on may be padding; below `high` only where no padding was declared.
     """
 
     low: Any
@@ -79,7 +82,7 @@ class RowLookup:
     Args:
         trace: of the session, with tokens and samples.
         padding_token_ids: the tokens of padding; None: not declared.
-        cp_partition_mode: how context-parallel ranks share sequences; None: that of packed_seq_params, else zigzag.
+        cp_partition_mode: how sequences are split over context-parallel ranks; None: as packed_seq_params says, else zigzag.
     """
 
     def __init__(
@@ -101,18 +104,19 @@ class RowLookup:
 
         Raises:
             ReplayStateError: the call has no ids.
-            LayoutError: tokens are of no sample of the trace, or of several that are unlike, or may be padding.
+            LayoutError: a sequence fits no sample, or several samples with different routes, or may have padding.
         """
         ids = inputs.input_ids
         if ids is None:
             raise ReplayStateError(
                 f"MRR424: {where}: {type(module).__name__} got no input_ids, so its rows cannot be found. Pass input_ids to "
-                "every pipeline stage, open the session on the inner model that takes them, or give rows [b, s] by "
-                "session.microbatch(rows, model) before the forward."
+                "every pipeline stage, open the session on the model that gets them (not on a part of it, as its decoder; of "
+                "a model with images, on its language model), or give rows [b, s] by session.microbatch(rows, model) before "
+                "the forward."
             )
         group, shape = context_parallel_group(module, inputs.packed_seq_params), received_shape(module)
         rank = 0 if group is None else group.rank()
-        # A later stage may get its tokens as they were before packing or splitting: each rank has whole sequences then.
+        # Raw tokens: a later stage may get whole sequences, as they were before they were packed or split over ranks.
         is_raw = shape is not None and shape != tuple(ids.shape)
         if not is_raw:
             segments, tokens = self._reader.read(inputs, group)
@@ -135,12 +139,12 @@ class RowLookup:
         )
 
     def _of_raw_tokens(self, inputs: ForwardInputs, shape: tuple[int, int], group: Any, where: str) -> Any:
-        """Return the segments that a later stage computes, the readings of its tokens, and rows and padding, [total]."""
+        """Return the segments of the hidden states, the readings of the raw tokens, and rows and padding, [total]."""
         raw, tokens = self._reader.read(
             ForwardInputs(input_ids=inputs.input_ids, padding_mask=inputs.padding_mask), None
         )
         segments = self._reader.segments_of(inputs, shape, group, *to_host([inputs.bounds, inputs.unpadded]))
-        num_computed = len(segments.begin) - (inputs.bounds is not None)  # without the rest of a packed row
+        num_computed = len(segments.begin) - (inputs.bounds is not None)  # the last segment of a packed row is its rest
         if num_computed != len(raw.begin):
             raise LayoutError(
                 f"MRR201: {where}: this pipeline stage was given input_ids of {len(raw.begin)} sequences and computes "
@@ -148,11 +152,11 @@ class RowLookup:
             )
         lengths = (segments.stop - segments.begin)[:num_computed]
         if inputs.bounds is not None and self._padding is None and not raw.is_bounded:
-            # Packed sequences are as long as this says, so what follows is padding.
+            # cu_seqlens gives the lengths of packed sequences, so raw tokens after them are padding.
             raw = replace(raw, stop=np.minimum(raw.stop, raw.begin + lengths))
         readings = self._read(raw, tokens, where)
         start, count, row, live = _columns(readings)
-        # Packed sequences begin without padding, and may be cut on the right; split rows are where they were.
+        # Packing removes padding on the left, and may cut a sequence on the right. Rows that were split keep theirs.
         offset = (raw.start - raw.begin + start) * (inputs.bounds is None and raw.total == segments.total)
         lengths = lengths - offset
         count = np.minimum(count, lengths)
@@ -189,11 +193,7 @@ class RowLookup:
                 readings.append(found)
         if problems:
             number, problem = problems[0]
-            more = (
-                f" ({len(problems) - 1} more sequences of this forward cannot be followed either)"
-                if problems[1:]
-                else ""
-            )
+            more = f" ({len(problems) - 1} more sequences of this forward do not fit either)" if problems[1:] else ""
             place = f"{where}, {segments.place(int(segments.start[number]) + problem.at)}, sequence {number}"
             raise LayoutError(problem.message(place) + more)
         self._warn_of_bos(segments, tokens, readings, where)
@@ -209,9 +209,9 @@ class RowLookup:
         limits: _Limits,
         runs: set[int],
     ) -> Reading | Misfit:
-        """Return how a segment is read, the only way."""
+        """Return the only reading of a segment, or the Misfit: there is none, or there are several."""
         start, stop, low, high, doubt = (int(each[number]) for each in (segments.start, segments.stop, *limits))
-        # Behind all of the padding in front, or behind a part of it: a sample may begin with tokens of padding.
+        # A sample may begin with padding tokens, so padding on the left may end at each of these places.
         starts = (
             [low, *sorted({start, *(low - run for run in runs if low - run > start)} - {low})] if low > start else [low]
         )
@@ -235,14 +235,14 @@ class RowLookup:
             return problem
         end = int(segments.end[number])
         if segments.is_bounded and not best.is_whole and stop < end and (tokens[stop:end] != tokens[stop]).any():
-            # Equal tokens are padding, which may go on as the sample by chance.
+            # The tokens after the end may continue the sample: masked by mistake. A run of one token is padding all the same.
             number_known = samples.num_known(keys[4 * start : 4 * end])
             if number_known > best.known:
                 return misfit.of_masked_tokens(names, best, number_known - best.known)
         return best
 
     def _unlike_rivals(self, names: Names, reading: Reading, key: bytes) -> Misfit | None:
-        """Return how samples of a sequence have unlike routes, None: they are alike."""
+        """Return a Misfit if samples that fit a sequence have different routes, None: they agree."""
         # Micro-batches of a rollout repeat prompts: compare each prefix once in a session.
         compared = (reading.row, reading.known, reading.is_whole, reading.ended)
         if compared in self._compared:
@@ -253,7 +253,7 @@ class RowLookup:
                 return Misfit(
                     reading.start + count,
                     f"MRR208: {names.of(reading.row)} and {names.of(other)} of the trace begin with the same {count} tokens, "
-                    f"which a forward got, and {why}: which of them it holds, its tokens do not say. Replay them in "
+                    f"which a forward got, and {why}. The tokens do not show which sample it is. Replay the two in "
                     "different sessions, or give rows by session.microbatch(rows, model).",
                 )
         return None
@@ -265,8 +265,8 @@ class RowLookup:
             first = int(segments.start[next(number for number, each in enumerate(readings) if each.known)])
             warn(
                 "a token in front",
-                f"{where}, {segments.place(first)}: one token {int(tokens[first])} stands in front of each sequence, "
-                "declared as padding. If it is a BOS token that the engine did not have, routes are those of other prefixes.",
+                f"{where}, {segments.place(first)}: each sequence begins with one token {int(tokens[first])}, which "
+                "is declared as padding. If it is a BOS token that the engine did not have, routes are of other prefixes.",
                 once=True,
             )
 
@@ -277,7 +277,7 @@ def _columns(readings: list[Reading]) -> Any:
 
 
 def _jumps_inside(rows: Any, jumps: Any) -> bool:
-    # Neighbouring rows are neighbours in one sample, so their position_ids must not jump.
+    # Tokens with rows r and r + 1 are neighbours in a sample, so their position_ids must not jump.
     return bool(((rows[jumps] > 0) & (rows[jumps] == rows[jumps - 1] + 1)).any())
 
 
@@ -298,7 +298,7 @@ def number_tokens(reader: TokenReader, module: nn.Module, inputs: ForwardInputs,
     group = context_parallel_group(module, inputs.packed_seq_params)
     segments, tokens = reader.read(inputs, group)
     if reader.padding_token_ids is None and not segments.is_bounded:
-        # A padding token in a sample, or a sample without its last token, would make a wrong trace: the caller decides.
+        # Whether a last token is padding is not to be seen, and a wrong guess makes a wrong trace: the caller decides.
         what = ""
         if segments.searches_left and segments.shape[0] > 1:
             what = f"input_ids {list(segments.shape)} are rows of a batch, which may be padded"
@@ -306,7 +306,7 @@ def number_tokens(reader: TokenReader, module: nn.Module, inputs: ForwardInputs,
             what = "sequences begin or end with several equal tokens, which may be padding"
         if what:
             raise LayoutError(
-                f"MRR207: {where}: {what}. Say mrr.record(..., padding_token_ids=[...]), where [] says that there is no "
+                f"MRR207: {where}: {what}. Give mrr.record(..., padding_token_ids=[...]), where [] means that there is no "
                 "padding, or give the model padding_mask or unpadded cu_seqlens_q."
             )
     start, stop, _ = _limits(segments, tokens, reader.padding_token_ids or ())

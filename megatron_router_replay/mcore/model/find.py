@@ -55,9 +55,12 @@ def as_chunks(model_chunks: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     """
     chunks = list(model_chunks) if isinstance(model_chunks, Sequence) else [model_chunks]
     if not chunks or not all(isinstance(chunk, nn.Module) for chunk in chunks):
+        kinds = listed(sorted({type(chunk).__name__ for chunk in chunks})) or "an empty list"
+        if any(isinstance(chunk, list) for chunk in chunks):
+            kinds = "a list of lists: pass the inner one"
         raise LayoutError(
-            "MRR403: model_chunks must be a model or a list of its chunks on this rank, "
-            f"got {listed(sorted({type(chunk).__name__ for chunk in chunks}))}. The model is the first argument."
+            f"MRR403: model_chunks must be a model or a list of its chunks on this rank, got {kinds}. The model is the first "
+            "argument."
         )
     inner = [id(unwrap(chunk)) for chunk in chunks]
     if len(set(inner)) != len(inner):

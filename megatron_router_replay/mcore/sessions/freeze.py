@@ -7,7 +7,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_router_replay.checks import as_integer, warn
+from megatron_router_replay.checks import as_integer, warn, with_checked_options
 from megatron_router_replay.errors import UnsupportedRouterError, listed
 from megatron_router_replay.mcore.core import hooks
 from megatron_router_replay.mcore.core.balance import Balance
@@ -160,6 +160,7 @@ class FreezeSession(Session):
             _warn_of_successor(f"the frozen model ran no forward since the last line, and {elsewhere:,}")
 
 
+@with_checked_options
 def freeze_recompute(
     model_chunks: Models,
     *,

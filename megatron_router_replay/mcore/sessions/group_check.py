@@ -276,7 +276,12 @@ def judge_replay(everyone: Mapping[int, Numbers], least: float | None) -> list[s
             "of a recording (recording.gather)?"
         ]
     if share is not None and least is not None and share < least:
-        return [f"{share:.4%} of {replayed + live} tokens were replayed on {ranks}, less than min_replayed={least}."]
+        ends = (
+            " An engine gives the last token of a sample no route, so its traces never reach 1." if least == 1 else ""
+        )
+        return [
+            f"{share:.4%} of {replayed + live} tokens were replayed on {ranks}, less than min_replayed={least}.{ends}"
+        ]
     # Where a rank is at fault, a forward may have come and reached some routers: its own error names them.
     if share is None and least != 0 and any(each.chunks for each in numbers) and not any(e.at_fault for e in numbers):
         if padding:

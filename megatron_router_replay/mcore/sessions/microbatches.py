@@ -121,8 +121,14 @@ class Microbatches:
     # ---- rows of a forward
     def give(self, rows: Any, model: nn.Module | None, *, token_ids: Any, padding: Any) -> None:
         """Keep rows that a caller gives for the next forward of a chunk; see `Session.microbatch`."""
-        if not self.is_new_forward():
+        recompute, in_backward, _ = tape.checkpoint_state()
+        if self.num_pauses or recompute is not None:
             return
+        if in_backward:
+            raise ReplayStateError(
+                "MRR407: rows were given in a backward, and no forward runs there: call "
+                "session.microbatch(rows, model) right before each forward."
+            )
         hooks.check_installed()
         hooks.check_runs_python("a micro-batch that is given")  # before CUDA refuses the memory that it takes
         chunk = self._find_chunk(model)

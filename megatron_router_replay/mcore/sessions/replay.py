@@ -308,7 +308,7 @@ def replay(
             raise TraceError(f"MRR101: wrong_routes={wrong_routes!r} must be 'raise' or 'warn'.")
         loaded = _loaded(trace, model_chunks)
         routers = SessionRouters(model_chunks, verify=verify, balance=balance)
-        chunks = make_chunks(routers, "routes")
+        chunks = make_chunks(routers, f"routes{_why_not_found(loaded)}")
         routes = TraceRoutes(
             routers,
             chunks,
@@ -344,6 +344,18 @@ def _loaded(trace: Any, model_chunks: Any) -> RoutingTrace:
             f"decodes an engine's reply.{swapped}"
         )
     return trace
+
+
+def _why_not_found(trace: RoutingTrace) -> str:
+    """Return the words that say why no forward can find its rows in the trace; "": it can."""
+    if trace.token_ids is None:
+        return (
+            ": the trace has no token ids, so no row can be found by input_ids. vLLM and SGLang send them for "
+            '"return_token_ids": true in the request; decode takes the ids that the engine ran as token_ids=...'
+        )
+    if trace.sequence_lengths is None:
+        return ": the trace has token ids and no samples: trace.with_samples(lengths) cuts it into them"
+    return ""
 
 
 def _check_shares(shares: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError, listed
+from megatron_router_replay.errors import ReplayStateError, TraceError, UnsupportedRouterError, listed
 from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.core import balance as balancing
 from megatron_router_replay.mcore.core import dispatch, hooks
@@ -77,6 +77,10 @@ class SessionRouters:
         balance: Balance = "megatron",
         enabled: bool = True,
     ) -> None:
+        if not isinstance(verify, bool):
+            raise TraceError(
+                f"MRR101: verify={verify!r} must be True or False: True compares every routing map of every layer."
+            )
         self.modules = as_chunks(model_chunks)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.walks: list[Walk] = []

@@ -93,6 +93,42 @@ def test_a_rank_that_dies_between_batches_is_named_within_the_ready_timeout(port
         assert ranks[0].result(SLACK_S).endswith(text)
 
 
+def test_a_rank_that_dies_between_batches_is_missed_long_before_the_ready_timeout(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_router_replay.transport.group._BEAT_S", 0.2)
+    monkeypatch.setattr("megatron_router_replay.transport.group._SILENT_S", SLACK_S)
+    limits = LIMITS | {"ready_timeout": timedelta(hours=2)}
+    rank = Child(receive, port, ONE, 0, after=die, **limits)
+
+    def send_two() -> None:
+        with join(port, sender=0, **limits) as group:
+            send_small(group)
+            rank.process.join(30)
+            monkeypatch.setattr("megatron_router_replay.transport.group._SILENT_S", 1.0)
+            send_small(group)
+
+    with children(rank):
+        (text,) = attempts(send_two)
+    assert text.endswith(f"rollout process 0 waits for {THE_RANK}, which was killed or stopped: no sign for 1 s.")
+
+
+def test_a_process_that_is_long_in_its_rollout_is_waited_for(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_router_replay.transport.group._BEAT_S", 0.05)
+    monkeypatch.setattr("megatron_router_replay.transport.group._SILENT_S", 1.0)
+
+    def send_late() -> None:
+        with join(port, sender=0) as group:
+            time.sleep(3)
+            send_small(group)
+
+    def wait() -> None:
+        with join(port, place=Place()) as group:
+            assert group.receive().num_tokens
+
+    assert attempts(send_late, wait) == [None, None]
+
+
 def test_a_process_that_waits_names_the_one_that_does_not_come(
     port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -152,6 +152,11 @@ def test_one_watch_inside_another_leaves_the_model_as_it_was(mixtral):
         assert_exact(mixtral, seen.trace([[*SEQUENCE[0].tolist(), 9]], torch.ones_like(SEQUENCE)))
 
 
+def test_calling_the_module_names_watch():
+    with pytest.raises(TypeError, match=r"^mrr\.capture is a module: with mrr\.capture\.watch\(model\) as seen"):
+        mrr.capture(None)
+
+
 def test_the_trace_of_a_generate_before_the_last_is_refused(mixtral):
     mask = torch.ones_like(SEQUENCE)
     with mrr.capture.watch(mixtral) as seen:

@@ -102,6 +102,10 @@ def test_explain_prints_cause_and_fix_of_every_code():
     text = " ".join(call("explain", "204").output.split())
     assert "A sequence cannot be divided among tensor- or context-parallel ranks" in text
     assert "Fix. Pad each sequence to the multiple, or change the argument, that the message names." in text
+    assert (
+        call("explain", "TraceError: MRR204: cannot split 6 positions over tp_size=4").output
+        == call("explain", "204").output
+    )
     assert "no error has the code MRR999" in call("explain", "MRR999", code=2).stderr
 
 

@@ -10,6 +10,7 @@ import torch
 
 import megatron_router_replay as mrr
 from megatron_router_replay.diagnostics.page import save_page
+from megatron_router_replay.errors import TraceError
 from tests.unit.store.store_traces import make_trace
 
 
@@ -17,6 +18,14 @@ def page_of(folder, a, b):
     diff = mrr.diff_traces(a, b, name_a="the <engine>", name_b="trainer")
     html = save_page(diff, folder / "page.html").read_text(encoding="utf-8")
     return html, ElementTree.fromstring(re.search('<div class="map">(<svg.*?</svg>)', html, re.S).group(1))
+
+
+def test_a_page_of_something_else_names_the_order_of_arguments(tmp_path):
+    diff = mrr.diff_traces(make_trace(3), make_trace(3))
+    with pytest.raises(
+        TraceError, match=r"MRR101: cannot write a page of a str: the diff comes first, save_page\(diff, path\)"
+    ):
+        save_page(str(tmp_path / "page.html"), diff)
 
 
 def test_the_page_has_facts_text_and_a_map_and_needs_no_other_file(tmp_path):

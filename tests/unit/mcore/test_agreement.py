@@ -175,6 +175,25 @@ def test_a_top_1_router_with_a_hot_expert_is_legal(hot_share):
         assert found(compared) == ("", False)
 
 
+@pytest.mark.parametrize("has_versions", [True, False])
+def test_noise_is_that_of_each_version_of_the_weights(has_versions):
+    """Half of a rollout is of older weights: with versions, their noise is no evidence of wrong rows."""
+    scores, new = routes(4096, noise=0.02)
+    _, old = routes(4096, noise=1.2)
+    is_old = torch.arange(4096) // 512 % 2 == 1
+    replayed = torch.where(is_old[:, None], old, new)
+    trace = mrr.RoutingTrace(
+        topk_indices=replayed.unsqueeze(1),
+        layer_numbers=[1],
+        num_experts=32,
+        weight_version=is_old.int() if has_versions else None,
+    )
+    compared = comparing(trace=trace)
+    add(compared, scores, replayed, rows=torch.arange(4096))
+    evidence = compared.report().block.evidence
+    assert (evidence < EVIDENCE / 4) == has_versions == (found(compared)[0] == ""), evidence
+
+
 # ---- ranks
 def one_wrong_sample(seed, num_ranks):
     """Ranks of a session of 24 samples of 95 rows and one of padding; one sample of a micro-batch is of other tokens."""

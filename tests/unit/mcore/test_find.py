@@ -156,6 +156,9 @@ def test_chunks_are_one_model_or_several_and_never_one_twice():
     for wrong in ([], [one, None], "abc"):
         with pytest.raises(LayoutError, match="must be a model or a list of its chunks"):
             as_chunks(wrong)
+    for wrong, kind in (([], "an empty list"), ([[one]], "a list of lists: pass the inner one"), ("abc", "str")):
+        with pytest.raises(LayoutError, match=f"on this rank, got {kind}"):
+            as_chunks(wrong)
     with pytest.raises(LayoutError, match="2 model_chunks were given, but some of them are the same model"):
         as_chunks([one, bare(nn.Module, module=one)])
 

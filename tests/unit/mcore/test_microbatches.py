@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import megatron_router_replay as mrr
+from megatron_router_replay.diagnostics.page import save_page
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
 from megatron_router_replay.mcore.batches.upload import KeptLayer, LayerRoutes
 from tests.unit.mcore.tiny_chunk import (
@@ -331,13 +332,41 @@ def test_an_option_that_is_misspelt_names_the_similar_one():
     refused(mrr.record, ROWS, message, TypeError, rowz=ROWS)
     for call, option, similar in (
         (mrr.record, "verifi", "verify"),
+        (mrr.freeze_recompute, "indexer", "indexers"),
         (mrr.replay, "padding_token_id", "padding_token_ids"),
     ):
         message = rf"^{call.__name__}\(\) got an unexpected keyword argument '{option}'\. Did you mean '{similar}'\?$"
         with pytest.raises(TypeError, match=message):
             call(Chunk(), **{option: True})
+    for call, option, similar in (
+        (mrr.RoutingTrace.from_samples, "layer_number", "layer_numbers"),
+        (mrr.load_trace, "sample", "samples"),
+        (save_page, "paths", "path"),
+    ):
+        with pytest.raises(TypeError, match=rf"argument '{option}'\. Did you mean '{similar}'\?$"):
+            call(**{option: True})
     with pytest.raises(TypeError, match=r"^replay\(\) got an unexpected keyword argument 'stamped'$"):
         mrr.replay(Chunk(), random_trace(8), stamped=True)
+
+
+def test_rows_that_are_given_in_a_backward_raise_where_no_forward_follows():
+    chunk = Chunk()
+    trace = random_trace(8)
+    with mrr.replay(chunk, trace, min_agreement=0) as session:
+        output = forward(chunk, session, 0)
+        output.register_hook(lambda gradient: session.microbatch(ROWS))
+        with pytest.raises(ReplayStateError, match=r"MRR407: rows were given in a backward.*right before each forward"):
+            output.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "call", [mrr.record, mrr.freeze_recompute, lambda *a, **k: mrr.replay(*a, random_trace(8), **k)]
+)
+def test_verify_is_yes_or_no(call):
+    with pytest.raises(
+        TraceError, match=r"MRR101: verify='all' must be True or False: True compares every routing map"
+    ):
+        call(Chunk(), verify="all")
 
 
 # ---- one layer after another is widened
