@@ -64,6 +64,7 @@ CASES = {
     "roll packed moe": (ONE, MOE, PACKED),
     "roll tp2 full": (TP2, FULL, {}),
     "roll tp2 packed": (TP2, {}, PACKED),
+    "roll dp2 ep2 full": (EP2, FULL, {}),
     "roll dp2 ep2 packed full": (EP2, FULL, PACKED),
     "roll pp2 full": (PP2, FULL, {}),
     "roll pp2 dynamic": (PP2, {}, DYNAMIC),
