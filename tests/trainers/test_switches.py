@@ -170,6 +170,29 @@ def test_samples_without_routes_among_others_are_named(trainer, chunks):
         replayer.active().enter(chunks, lambda: (ids, [None if i in (1, 3) else part for i, part in enumerate(routes)]))
 
 
+@pytest.mark.parametrize("are_trained", [False, True])
+def test_a_session_around_passes_that_do_not_train_leaves_a_rollout_to_be_trained(are_trained, trainer, chunks):
+    replay = replayer.install("slime", lambda: False, PADDING)
+    replay.enter(chunks, samples, are_trained=are_trained)
+    with oracle.watched(chunks, {}) as seen, replay.in_session(chunks):
+        schedule = schedules.forward_backward_no_pipelining  # past the hook on Megatron-Core's getter
+        passes(chunks, seen, samples()[0], schedule, forward_only=True)
+    if not are_trained:
+        replay.enter(chunks, samples)
+        return
+    with pytest.raises(ReplayStateError, match="MRR809: 6 samples came in with routes, and no training pass replayed"):
+        replay.enter(chunks, samples)
+
+
+@pytest.mark.parametrize(("parts", "share"), [(1, 24.0), (3, 8.0)])
+def test_metrics_that_a_trainer_adds_up_are_parts_of_them(parts, share, trainer):
+    replay = replayer.install("slime", lambda: True, PADDING)
+    replay.metrics = {"router_replay/agreement": 24.0}
+    results = [{}, None, {"loss": 1.0}]
+    replay.add_metrics(results, parts=parts)
+    assert results == [{"router_replay/agreement": share}, None, {"loss": 1.0, "router_replay/agreement": share}]
+
+
 @pytest.mark.parametrize("expert", [1, 7])
 def test_any_route_in_a_dense_layer_raises(expert, trainer, chunks):
     ids, routes = samples()
