@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -160,6 +160,17 @@ def train_step(network: Network, adam: torch.optim.Optimizer, generator: torch.G
     adam.zero_grad()
     loss.backward()
     adam.step()
+
+
+def trained_further(network: Network, ages: Sequence[int], seed: int) -> tuple[Network, dict[int, Network]]:
+    """Train a copy at a tenth of the rate; return it, and what it was as many steps before as each of `ages` says."""
+    newest, generator = changed(network, lambda weight: weight).train(), torch.Generator().manual_seed(1000 + seed)
+    adam, older = torch.optim.Adam(newest.parameters(), 2e-4), {}
+    for step in range(max(ages), 0, -1):
+        if step in ages:
+            older[step] = changed(newest, lambda weight: weight)
+        train_step(newest, adam, generator)
+    return newest.eval(), older
 
 
 def changed(network: Network, change: Callable[[Tensor], Tensor], dropout: float = 0.0) -> Network:

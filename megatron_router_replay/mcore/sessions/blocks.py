@@ -1,15 +1,15 @@
-"""Find the rows of a layer whose replayed experts cannot be those of their tokens; arithmetic on the host.
+"""Find rows with the routes of different tokens, by arithmetic on the host.
 
 A replayed expert is *inside* if the live router chooses it or ranks it among its best `2 * topk`. Near-ties exchange experts
-there and not further away, so an expert outside is evidence that the row is another token's:
+there and not further away, so an expert *outside* is evidence that the row has the route of a different token:
 
     blocks     neighbouring rows. A sum of log-likelihood ratios compares "these experts are a random row's" with "these are
                the token's own, and kernels differ": it rises through wrong rows and falls through right ones (CUSUM).
     rows       single rows with no expert inside, where they are more than noise gives
     experts    experts of a layer that are hardly ever inside where they are replayed
 
-Tokens repeat, and a loop of tokens at a near-tie flips every time. Rows are of one *kind* if the live router ranks the same
-two experts first. A kind adds to a block no more than a single row may.
+Tokens repeat, and a loop of tokens at a near-tie flips in every turn. Rows have the same *kind* if the live router ranks the
+same two experts first. All rows of a kind together add no more to a block than a single row may.
 
 Source: E. S. Page, Continuous Inspection Schemes, Biometrika 41, 1954.
 """
@@ -17,7 +17,6 @@ Source: E. S. Page, Continuous Inspection Schemes, Biometrika 41, 1954.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,111 +24,141 @@ import numpy as np
 EVIDENCE = 72.0
 """Log-likelihood ratio from which on a block raises. `docs/exactness.md` has the most that legal sessions gave."""
 ROW_EVIDENCE = 6.0
-"""The most that one row, or all rows of one kind, add to a block."""
+"""The most that a row adds to a block, or all of its rows of the same kind."""
 LEAST_NOISE, LEAST_CHANCE = 0.02, 0.02
 """The least share of right experts that is taken to be outside, and of random experts that is taken to be inside."""
 NOISE_ROWS, NOISE_WINDOWS = 32, 8
-"""Rows of a window in which noise is measured, and the windows below which a weight version has no noise of its own."""
+"""Rows of a window in which noise is measured; a weight version with fewer windows has the noise of all rows."""
 LEAST_APART, NUM_APART = 0.005, 20
 """Share and number of single rows without an expert inside, up to which they are noise."""
 EXPERT_NOISE, EXPERT_EVIDENCE = 0.35, 20.0
 """The most that a right expert is outside, and the evidence below which an expert does not count."""
 ALIKE_ROWS = 8.0
-"""Rows of one kind that count in full for a layer."""
+"""Rows of a kind that count in full for a layer."""
 MOST_BLOCKS = 256
-"""Blocks of a layer that are searched for."""
+"""Blocks of a layer above which the search ends."""
 
 Array = Any
 """A numpy array."""
 
 
 class Block(NamedTuple):
-    """Neighbouring rows with routes of other tokens: rows first to stop - 1 of those compared, and the evidence."""
+    """Neighbouring rows with routes of different tokens: compared rows `first` to `stop - 1`, and the evidence."""
 
     evidence: float
     first: int
     stop: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ComparedRows:
-    """Rows of one layer, sequence after sequence.
+    """Compared rows of a layer, sequence after sequence.
 
     Args:
-        experts: [n, topk], replayed.
-        is_live, is_inside: [n, topk] bool, of these experts; what is live is inside.
-        live_chance, chance: [n, topk], the share of the micro-batch's rows in which this expert is live, and inside.
+        codes: [topk, n] int16, `3 * expert + level` of the replayed experts. Level 2: the live router chooses the expert;
+            1: the expert is inside; 0: it is outside.
         kinds: [n], equal for rows that are alike; -1: the row is not replayed and counts nowhere.
-        versions: [n], of the weights that chose the routes; None: not known.
-        num_experts: of the layer.
+        ends: [num_microbatches], where the rows of each micro-batch end.
+        live_chance, chance: [num_microbatches, num_experts], the share of rows in which an expert is live, and inside.
+        versions: [n], of the weights that chose the routes; None: unknown.
+
+    Attributes:
+        counts: [n] bool, the row is replayed.
+        outside: [n], how many experts of the row are outside.
+        number, weight: [num_microbatches, num_experts, 3], of the rows with an expert at a level: how many there are, and
+            the sum of their `weights`.
     """
 
-    experts: Array
-    is_live: Array
-    is_inside: Array
-    live_chance: Array
-    chance: Array
-    kinds: Array
-    versions: Array | None
-    num_experts: int
+    def __init__(
+        self, *, codes: Array, kinds: Array, ends: Array, live_chance: Array, chance: Array, versions: Array | None
+    ) -> None:
+        self.codes, self.kinds, self.versions = codes, kinds, versions
+        self.live_chance, self.chance = live_chance, chance
+        self.topk, self.num_experts = len(codes), chance.shape[1]
+        self.counts = kinds >= 0
+        self._microbatches = [slice(begin, end) for begin, end in zip([0, *ends[:-1]], ends)]
+        is_outside = np.arange(3 * self.num_experts) % 3 == 0
+        self.outside = np.concatenate(
+            [is_outside[codes[:, part]].sum(0, dtype=np.int16) for part in self._microbatches]
+        )
+        self.number = self._add_up(None if self.counts.all() else self.counts)
+        self.weight = self._add_up(self._weights())
 
-    @property
-    def counts(self) -> Array:
-        """[n] bool: the row is replayed."""
-        return self.kinds >= 0
-
-    @property
-    def outside(self) -> Array:
-        """[n], how many experts of the row are outside."""
-        return (~self.is_inside).sum(1)
-
-    def weights(self) -> Array:
-        """Return [n]: many rows of one kind weigh no more than `ALIKE_ROWS` of them, or their part of few experts' kinds."""
-        number = np.bincount(self.kinds + 1, minlength=1)[self.kinds + 1]
+    def _weights(self) -> Array:
+        """Return [n]: the rows of a kind weigh as much as `ALIKE_ROWS` of them, or as more where experts are few."""
+        number = np.bincount(self.kinds + 1, minlength=1)
         most = max(ALIKE_ROWS, 600 / self.num_experts**2)
-        return np.minimum(1, most / number) * self.counts
+        of_kinds = np.minimum(1, most / np.maximum(1, number))
+        of_kinds[0] = 0
+        return of_kinds[self.kinds + 1]
 
-    def noise(self) -> Array:
-        """Return [n], the share of right experts that is outside, where the weights were the same."""
-        outside = self.outside / self.experts.shape[1]
-        noise = np.full(len(outside), _noise(outside[self.counts]))
+    def _add_up(self, weights: Array | None) -> Array:
+        """Return the sum of the weights of rows, [num_microbatches, num_experts, 3], by their codes; None: each is 1."""
+        sums = np.zeros((len(self._microbatches), 3 * self.num_experts))
+        for one, part in zip(sums, self._microbatches):
+            codes = self.codes[:, part]
+            of_codes = None if weights is None else np.broadcast_to(weights[part], codes.shape).ravel()
+            one += np.bincount(codes.ravel(), of_codes, len(one))
+        return sums.reshape(len(sums), self.num_experts, 3)
+
+    def shared(self, sums: Array) -> tuple[float, float]:
+        """Return (experts that the live router chooses too, beyond chance; the most that these could be).
+
+        Args:
+            sums: `number` or `weight`.
+        """
+        replayed = sums.sum(2)
+        by_chance = float((replayed * self.live_chance).sum())
+        return float(sums[..., 2].sum()) - by_chance, float(replayed.sum()) - by_chance
+
+    def noise(self) -> tuple[Array, Array]:
+        """Return (the share of right experts outside, by version of the weights; [n], which of these is a row's)."""
+        outside = self.outside / self.topk
+        noise, which = [_noise(outside[self.counts])], np.zeros(len(outside), np.intp)
         if self.versions is not None:
             for version in np.unique(self.versions[self.counts]):
                 rows = self.counts & (self.versions == version)
                 if rows.sum() >= NOISE_ROWS * NOISE_WINDOWS:
-                    noise[rows] = _noise(outside[rows])
+                    which[rows] = len(noise)
+                    noise.append(_noise(outside[rows]))
         # Where most rows are wrong, noise must not explain them.
-        by_chance = 1 - self.chance[self.counts].mean() if self.counts.any() else 1.0
-        return np.clip(noise, LEAST_NOISE, max(LEAST_NOISE, by_chance / 2))
+        replayed = self.number.sum(2)
+        by_chance = 1 - float((replayed * self.chance).sum()) / replayed.sum() if replayed.any() else 1.0
+        return np.clip(noise, LEAST_NOISE, max(LEAST_NOISE, by_chance / 2)), which
 
     def ratios(self) -> Array:
-        """Return [n], how much more likely the experts of a row are as a random row's than as its token's, as a logarithm."""
-        noise = self.noise()[:, None]
-        chance = np.clip(self.chance, LEAST_CHANCE, 1 - noise)  # an expert inside is no evidence of a fault
-        each = np.where(self.is_inside, np.log(chance / (1 - noise)), np.log((1 - chance) / noise))
-        return np.where(self.counts, np.clip(each.sum(1), -ROW_EVIDENCE, ROW_EVIDENCE), 0.0)
+        """Return [n], the log of how much more likely a row's experts are as a random row's than as its token's."""
+        noise, which = self.noise()
+        noise, which = noise[:, None], which * (3 * self.num_experts)
+        is_inside = np.arange(3 * self.num_experts) % 3 > 0
+        ratios = np.empty(len(self.kinds))
+        for of_experts, part in zip(self.chance, self._microbatches):
+            # An expert inside is no evidence of a fault.
+            chance = np.clip(np.repeat(of_experts, 3), LEAST_CHANCE, 1 - noise)
+            of_codes = np.where(is_inside, np.log(chance / (1 - noise)), np.log((1 - chance) / noise))
+            ratios[part] = of_codes.ravel().take(self.codes[:, part] + which[part]).sum(0)
+        return np.where(self.counts, np.clip(ratios, -ROW_EVIDENCE, ROW_EVIDENCE), 0.0)
 
     def apart(self) -> tuple[Array, float]:
         """Return ([n] bool, the rows without an expert inside, one of each kind; how many of them noise may give)."""
-        topk = self.experts.shape[1]
-        if topk == 1:  # a single expert outside is no rare thing
-            return np.zeros(len(self.kinds), bool), 0.0
-        outside = self.outside
-        rows = np.flatnonzero(self.counts & (outside == topk))
         apart = np.zeros(len(self.kinds), bool)
+        if self.topk == 1:  # a single expert outside is not rare
+            return apart, 0.0
+        rows = np.flatnonzero(self.all_outside())
         apart[rows[np.unique(self.kinds[rows], return_index=True)[1]]] = True
-        # Of the rows that are right: few rows of other tokens have half of their experts inside.
-        right = self.counts & (2 * outside <= topk)
-        noise = outside[right].mean() / topk if right.any() else 1.0
-        return apart, float(self.counts.sum() * max(LEAST_APART, 30 * noise**topk))
+        # Noise is that of right rows. Few rows with routes of different tokens have half of their experts inside.
+        right = self.counts & (2 * self.outside <= self.topk)
+        noise = self.outside[right].mean() / self.topk if right.any() else 1.0
+        return apart, float(self.counts.sum() * max(LEAST_APART, 30 * noise**self.topk))
+
+    def all_outside(self) -> Array:
+        """Return [n] bool: no expert of the row is inside."""
+        return self.counts & (self.outside == self.topk)
 
     def wrong_experts(self) -> tuple[Array, float]:
         """Return the experts that are outside in most kinds of rows, and their evidence; a single one is none."""
-        weights = np.repeat(self.weights(), self.experts.shape[1])
-        ids, inside = self.experts.ravel(), self.is_inside.ravel()
-        replayed = np.bincount(ids, weights, self.num_experts)
-        num_inside = np.bincount(ids, weights * inside, self.num_experts)
-        chance = np.bincount(ids, weights * self.chance.ravel(), self.num_experts) / np.maximum(replayed, 1e-9)
+        of_microbatches = self.weight.sum(2)
+        replayed, num_inside = of_microbatches.sum(0), self.weight[..., 1:].sum((0, 2))
+        chance = (of_microbatches * self.chance).sum(0) / np.maximum(replayed, 1e-9)
         chance = np.clip(chance, LEAST_CHANCE, 0.5)
         ratio = (replayed - num_inside) * np.log((1 - chance) / EXPERT_NOISE)
         ratio += num_inside * np.log(chance / (1 - EXPERT_NOISE))
@@ -145,6 +174,16 @@ def _noise(outside: Array) -> float:
     starts = np.arange(num) * len(outside) // num
     means = np.sort(np.add.reduceat(outside, starts) / np.diff(starts, append=len(outside)))
     return float(means[: max(1, len(means) // 2)].mean())
+
+
+def highest_rises(ratios: Array) -> Array:
+    """Return [num_sequences], the most that a block of each sequence may have as its evidence.
+
+    Args:
+        ratios: [num_sequences, positions].
+    """
+    total = np.cumsum(ratios, axis=1)
+    return (total - np.minimum(0, np.minimum.accumulate(total, axis=1))).max(1, initial=0.0)
 
 
 def find_blocks(ratios: Array, kinds: Array) -> list[Block]:

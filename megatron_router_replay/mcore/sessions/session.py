@@ -249,8 +249,11 @@ def close_sessions(model_chunks: Models) -> int:
     chunks = as_chunks(model_chunks)
     routers = [found.router for chunk in chunks for found in find_routers(chunk)]
     sources = {id(source): source for router in routers for source in hooks.sources_of(router)}
-    for session in filter(None, [source._session() for source in sources.values()]):
-        session.close(verify=False)
+    for source in sources.values():
+        if (session := source._session()) is not None:
+            session.close(verify=False)
+        else:  # a freeze lasts longer than its session
+            source.end()
     for router in routers:
         for source in hooks.sources_of(router):
             hooks.unregister(router, source)

@@ -1,8 +1,8 @@
-"""Judge the comparison of replayed experts with the live router: this rank's rows, then all ranks of a session together."""
+"""Decide if replayed routes are wrong: from the rows that this rank compared, then from all ranks of a session."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,17 +17,18 @@ from megatron_router_replay.mcore.sessions.blocks import (
     ComparedRows,
     evidence_of,
     find_blocks,
+    highest_rises,
     sums_of_kinds,
 )
 from megatron_router_replay.mcore.sessions.wrong_rows import ComparedPlaces, cause_of, moved_by
 from megatron_router_replay.trace import RoutingTrace
 
 LEAST_DECISIONS = 128.0
-"""Experts beyond chance below which the agreement of a layer is not judged."""
+"""Experts beyond chance below which a layer has too little evidence."""
 WARN = 0.5
 """Agreement of a layer below which a session warns."""
 PART_EVIDENCE = 15.0
-"""The most that the rows of a sample on one rank rise by noise; what is above it adds up over the ranks that share it."""
+"""The most that the rows of a sample on one rank rise by noise; evidence above it adds up over the ranks that share it."""
 MOST_PARTS = 1024
 """Samples of which a rank publishes parts."""
 MOST_RANGES = 4096
@@ -35,7 +36,14 @@ MOST_RANGES = 4096
 
 
 class Sums(NamedTuple):
-    """Sums of a layer: rows, shared experts beyond chance, the most that these could be; these two with kinds bounded."""
+    """Sums over the rows of a layer.
+
+    Args:
+        rows: how many there are.
+        shared: experts that the live router chooses too, beyond chance.
+        most: the most that `shared` could be.
+        shared_of_kinds, most_of_kinds: the same, with many rows of a kind bounded.
+    """
 
     rows: float = 0.0
     shared: float = 0.0
@@ -49,26 +57,21 @@ class Sums(NamedTuple):
 
     @property
     def judged(self) -> float | None:
-        """Agreement of rows or of kinds of rows, whichever is more; None: there are too few to judge."""
+        """Agreement of rows or of kinds of rows, whichever is more; None: there is too little evidence."""
         if self.most_of_kinds < LEAST_DECISIONS:
             return None
         return max(self.agreement, self.shared_of_kinds / self.most_of_kinds)
 
     @classmethod
     def of(cls, rows: ComparedRows) -> Sums:
-        topk = rows.experts.shape[1]
-        missed = topk - rows.is_live.sum(1)
-        most = (1 - rows.live_chance).sum(1)
-        counts, weights = rows.counts, rows.weights()
-        columns = (counts, (most - missed) * counts, most * counts, (most - missed) * weights, most * weights)
-        return cls(*(float(each.sum()) for each in columns))
+        return cls(float(rows.counts.sum()), *rows.shared(rows.number), *rows.shared(rows.weight))
 
     def plus(self, other: Iterable[float]) -> Sums:
         return Sums(*map(sum, zip(self, other)))
 
 
 class Finding(NamedTuple):
-    """Rows that look like those of other tokens: the evidence, and where they are and what is wrong."""
+    """Evidence of wrong rows, and a text that names the rows and their fault."""
 
     evidence: float = 0.0
     text: str = ""
@@ -80,7 +83,7 @@ class ComparedLayer(NamedTuple):
     Args:
         microbatch: (chunk, number of the micro-batch).
         shape: (positions, sequences) of the rows, which are s-major.
-        rows: [n] int64, rows of the trace; None: not known.
+        rows: [n] int64, rows of the trace; None: unknown.
         packed: [n, topk + 2] int16: 3 * expert + 2 if the live router chooses the expert, + 1 if it is inside, + 0 else; then
             the two experts that the live router ranks first, -1 in a row that is not replayed.
         loads: [2, num_experts] int32, in how many rows an expert is live, and inside.
@@ -112,37 +115,42 @@ class Part(NamedTuple):
 
 @dataclass(slots=True)
 class _Layer:
-    """A layer, or several together, with where its rows are.
+    """The rows of a layer, or the sums over several layers, and their places.
 
     Args:
         layers: their numbers.
         ratios, kinds: [n], see `blocks`.
         places: of the rows.
-        compared: the rows of a single layer; None: there are several.
     """
 
     layers: list[int]
     ratios: Any
     kinds: Any
     places: ComparedPlaces
-    compared: ComparedRows | None = None
+
+    def rises(self) -> Iterator[float]:
+        """Yield for each sequence the most that a block of it may have as its evidence."""
+        end = 0
+        for _, (length, num_sequences) in self.places.parts:
+            begin, end = end, end + length * num_sequences
+            yield from highest_rises(self.ratios[begin:end].reshape(num_sequences, length)).tolist()
 
     def __str__(self) -> str:
         return f"layer {self.layers[0]}" if len(self.layers) == 1 else f"layers {', '.join(map(str, self.layers))}"
 
 
 class RankJudgement:
-    """All that a rank finds in what it compared.
+    """The findings of a rank in the rows that it compared.
 
     Args:
         compared: each layer of a micro-batch, with its packed rows and loads as arrays.
         topk, num_experts: of the model.
         rank: this process, for messages.
-        trace: of the session, to name samples; None: not known.
+        trace: of the session, to name samples; None: unknown.
 
     Attributes:
         sums: by layer.
-        findings: what may be wrong.
+        findings: faults that the evidence suggests.
         rows_apart: single rows without an expert inside, over all layers.
         wrong_rows: rows of the trace that raise, as [first, stop].
     """
@@ -167,11 +175,12 @@ class RankJudgement:
         for part in compared:
             by_layer.setdefault(part[0].layer, []).append(part)
             by_microbatch.setdefault(part[0].microbatch, []).append(part)
-        self._layers = [self._layer(number, parts) for number, parts in sorted(by_layer.items())]
+        self._rows: dict[int, ComparedRows] = {}
+        self._of_number = {number: self._layer(number, parts) for number, parts in sorted(by_layer.items())}
         self._judge_single_rows()
-        for layer in self._layers:
-            self._judge_experts(layer)
-        self._layers += self._together(by_layer, by_microbatch)
+        for number in self._rows:
+            self._judge_experts(number)
+        self._layers = [*self._of_number.values(), *self._together(by_layer, by_microbatch)]
         for layer in self._layers:
             self._judge_blocks(layer)
 
@@ -183,40 +192,35 @@ class RankJudgement:
     # ---- rows
     def _layer(self, number: int, parts: Sequence[Any]) -> _Layer:
         """Put the rows of a layer in the order of their sequences."""
-        ordered, chances, versions = [], [], []
-        trace = self._trace
+        ordered, chances = [], []
         for compared, packed, loads in parts:
-            order = _sequence_order(compared.shape)
-            ordered.append(packed[order])
-            num = max(1, int((packed[:, self._topk] >= 0).sum()))
-            chances.append((loads / num).astype(np.float32)[:, ordered[-1][:, : self._topk] // 3])
-            if trace is not None and trace.weight_version is not None and compared.rows is not None:
-                row = compared.rows.numpy().ravel()[order]
-                versions.append(np.where(row >= 0, trace.weight_version.cpu().numpy()[row], -1))
-        rows, (live_chance, chance) = np.concatenate(ordered), np.concatenate(chances, axis=1)
-        first = rows[:, self._topk :].astype(np.int64)
-        compared_rows = ComparedRows(
-            experts=rows[:, : self._topk] // 3,
-            is_live=rows[:, : self._topk] % 3 == 2,
-            is_inside=rows[:, : self._topk] % 3 > 0,
+            length, num_sequences = compared.shape
+            columns = packed.reshape(length, num_sequences, -1).transpose(2, 1, 0).reshape(packed.shape[1], -1)
+            ordered.append(columns)
+            chances.append((loads / max(1, int((columns[self._topk] >= 0).sum()))).astype(np.float32))
+        columns, (live_chance, chance) = np.concatenate(ordered, axis=1), np.stack(chances, axis=1)
+        first, second = columns[self._topk :].astype(np.int32)
+        places = self._places([part[0] for part in parts])
+        rows = ComparedRows(
+            codes=columns[: self._topk],
+            kinds=np.where(first >= 0, first * self._num_experts + second, -1),
+            ends=np.cumsum([each.shape[1] for each in ordered]),
             live_chance=live_chance,
             chance=chance,
-            kinds=np.where(first[:, 0] >= 0, first[:, 0] * self._num_experts + first[:, 1], -1),
-            versions=np.concatenate(versions) if len(versions) == len(parts) else None,
-            num_experts=self._num_experts,
+            versions=places.versions(),
         )
-        self.sums[number] = Sums.of(compared_rows)
-        places = self._places([part[0] for part in parts])
-        return _Layer([number], compared_rows.ratios(), compared_rows.kinds, places, compared_rows)
+        self.sums[number], self._rows[number] = Sums.of(rows), rows
+        return _Layer([number], rows.ratios(), rows.kinds, places)
 
     def _places(self, parts: Sequence[ComparedLayer]) -> ComparedPlaces:
         named = [(each.microbatch, each.shape, each.rows) for each in parts]
         return ComparedPlaces.of(named, rank=self._rank, trace=self._trace)
 
     def _together(self, by_layer: Mapping[int, Any], by_microbatch: Mapping[Any, Any]) -> list[_Layer]:
-        """Return the layers of micro-batches together that compared several: a row is the sum of its layers."""
+        """Return sums over layers: one for the micro-batches that compared the same several layers."""
         values: dict[Any, tuple[Any, Any]] = {}
-        for layer, (number, parts) in zip(self._layers, sorted(by_layer.items())):
+        for number, parts in by_layer.items():
+            layer = self._of_number[number]
             ends = np.cumsum([len(packed) for _, packed, _ in parts])[:-1]
             for part, ratios, kinds in zip(parts, np.split(layer.ratios, ends), np.split(layer.kinds, ends)):
                 values[part[0].microbatch, number] = ratios, kinds
@@ -236,38 +240,33 @@ class RankJudgement:
 
     # ---- faults
     def _judge_single_rows(self) -> None:
-        apart: list[int] = []
-        noise: list[float] = []
-        for layer in self._layers:
-            assert layer.compared is not None, "a single layer"
-            rows, most = layer.compared.apart()
-            apart.append(int(rows.sum()))
-            noise.append(most)
-        self.rows_apart = sum(apart)
-        wholes = [(each, most, [layer]) for each, most, layer in zip(apart, noise, self._layers)]
-        for number, most, layers in (*wholes, (sum(apart), sum(noise), self._layers)):
-            if number < NUM_APART:
+        apart, noise = {}, {}
+        for number, rows in self._rows.items():
+            single, noise[number] = rows.apart()
+            apart[number] = int(single.sum())
+        self.rows_apart = sum(apart.values())
+        for numbers in (*([number] for number in self._rows), list(self._rows)):
+            num_apart, most = (sum(each[number] for number in numbers) for each in (apart, noise))
+            if num_apart < NUM_APART:
                 continue
-            where = str(layers[0]) if len(layers) == 1 else f"{len(layers)} layers"
+            where = f"layer {numbers[0]}" if len(numbers) == 1 else f"{len(numbers)} layers"
             text = (
-                f"rank {self._rank}, {where}: {number} single rows have no expert near the live router's choice, where "
+                f"rank {self._rank}, {where}: {num_apart} single rows have no expert near the live router's choice, where "
                 f"near-ties give {most:.0f} at most: were rows overwritten before they were copied?"
             )
-            finding = Finding(EVIDENCE * number / most, text)
+            finding = Finding(EVIDENCE * num_apart / most, text)
             self.findings.append(finding)
             if finding.evidence >= EVIDENCE:
-                for layer in layers:
-                    assert layer.compared is not None, "a single layer"
-                    self._add_wrong(layer, np.flatnonzero(layer.compared.counts & ~layer.compared.is_inside.any(1)))
+                for number in numbers:
+                    self._add_wrong(self._of_number[number], np.flatnonzero(self._rows[number].all_outside()))
 
-    def _judge_experts(self, layer: _Layer) -> None:
-        assert layer.compared is not None, "a single layer"
-        wrong, evidence = layer.compared.wrong_experts()
+    def _judge_experts(self, number: int) -> None:
+        wrong, evidence = self._rows[number].wrong_experts()
         if len(wrong):
             listed = ", ".join(map(str, wrong[:16].tolist())) + (", ..." if len(wrong) > 16 else "")
             text = (
-                f"rank {self._rank}, {layer}: experts {listed} are hardly ever near the live router's choice where they "
-                "are replayed: physical ids of redundant experts in place of logical ones?"
+                f"rank {self._rank}, layer {number}: experts {listed} are hardly ever near the live router's choice where "
+                "they are replayed: physical ids of redundant experts in place of logical ones?"
             )
             self.findings.append(Finding(evidence, text))
 
@@ -292,46 +291,43 @@ class RankJudgement:
     def _causes(self, layer: _Layer, block: Block) -> Iterable[str]:
         rows = layer.places.trace_rows(block)
         cause = cause_of(self._trace, rows) if self._trace is not None and len(rows) else ""
-        yield cause
-        one = (
-            layer
-            if layer.compared is not None
-            else next(each for each in self._layers if each.layers[0] in layer.layers)
-        )
-        if (
-            not cause
-            and one.compared is not None
-            and (layer is one or len(one.places.parts) == len(layer.places.parts))
-        ):
-            for _, begin, end in one.places.sequences():
-                if begin <= block.first < end:
-                    first = np.where(one.kinds >= 0, one.kinds // self._num_experts, -1)
-                    yield moved_by(one.compared.experts, first, block, begin, end)
-        if layer is one and len(rows) and self._is_alone(layer, rows):
+        yield cause or self._moved(layer, block)
+        if len(layer.layers) == 1 and len(rows) and self._is_alone(layer, rows):
             yield "the other layers of these tokens are right: those of a draft model, or of a different layer?"
 
+    def _moved(self, layer: _Layer, block: Block) -> str:
+        """Return by how many tokens the routes of a block moved, in the first of its layers; "" if they did not."""
+        number = layer.layers[0]
+        rows, places = self._rows[number], self._of_number[number].places
+        name, begin, _ = next(each for each in layer.places.sequences() if block.first < each[2])
+        # Of a layer that was compared alone in more micro-batches, the sequence has a different place.
+        _, begin_of_layer, end = next(each for each in places.sequences() if each[0] == name)
+        first, stop = (at - begin + begin_of_layer for at in (block.first, block.stop))
+        experts_ranked_first = np.where(rows.counts, rows.kinds // self._num_experts, -1)
+        block = Block(block.evidence, first, stop)
+        return moved_by((rows.codes // 3).T, experts_ranked_first, block, begin_of_layer, end)
+
     def _is_alone(self, layer: _Layer, rows: Any) -> bool:
-        """Return whether other layers compared these rows of the trace, and all found them right."""
-        sums = []
-        for other in self._layers:
-            if other is not layer and other.compared is not None and other.places.rows is not None:
-                sums.append(float(other.ratios[np.isin(other.places.rows, rows)].sum()))
+        """Return if other layers were compared in these rows of the trace, and all are right."""
+        others = [each for each in self._of_number.values() if each is not layer and each.places.rows is not None]
+        sums = [float(each.ratios[np.isin(each.places.rows, rows)].sum()) for each in others]
         return any(sums) and max(sums) <= 0
 
     def parts(self, owner: int) -> list[Part]:
         """Return the blocks that may be too small for this rank alone, the clearest of each sequence."""
         found = []
         for layer in self._layers:
-            for name, first, stop in layer.places.sequences():
-                for evidence, begin, end in find_blocks(layer.ratios[first:stop], layer.kinds[first:stop])[:1]:
-                    if evidence > PART_EVIDENCE:
-                        block = Block(evidence, begin + first, end + first)
-                        by_kind = sums_of_kinds(
-                            layer.ratios[block.first : block.stop], layer.kinds[block.first : block.stop]
-                        )
-                        ranges = _ranges(np.unique(layer.places.trace_rows(block)))[:MOST_RANGES]
-                        text = self._describe(layer, block)
-                        found.append(Part(f"{owner} {name} {layer.layers}", evidence, by_kind, text, ranges))
+            for (name, first, stop), rise in zip(layer.places.sequences(), layer.rises()):
+                if rise <= PART_EVIDENCE:
+                    continue
+                evidence, begin, end = find_blocks(layer.ratios[first:stop], layer.kinds[first:stop])[0]
+                if evidence > PART_EVIDENCE:
+                    block = Block(evidence, first + begin, first + end)
+                    rows = slice(block.first, block.stop)
+                    by_kind = sums_of_kinds(layer.ratios[rows], layer.kinds[rows])
+                    ranges = _ranges(np.unique(layer.places.trace_rows(block)))[:MOST_RANGES]
+                    name = f"{owner} {name} {layer.layers}"
+                    found.append(Part(name, evidence, by_kind, self._describe(layer, block), ranges))
         return sorted(found, key=lambda each: -each.evidence)[:MOST_PARTS]
 
 
@@ -343,18 +339,13 @@ def _ranges(rows: Any) -> list[list[int]]:
     return [[int(part[0]), int(part[-1]) + 1] for part in np.split(rows, cuts)]
 
 
-def _sequence_order(shape: tuple[int, int]) -> Any:
-    """Return the s-major rows of a micro-batch in the order of its sequences."""
-    return np.arange(shape[0] * shape[1]).reshape(shape).T.ravel()
-
-
 # ---- the ranks of a session together
 class Verdict(NamedTuple):
-    """What the ranks of a session found together.
+    """Findings of all ranks of a session.
 
     Args:
-        problems: why the routes are wrong.
-        warnings: that they agree little.
+        problems: texts that raise.
+        warnings: texts that warn of little agreement.
         wrong_rows: name of a trace -> its wrong rows, as [first, stop].
     """
 
@@ -364,16 +355,16 @@ class Verdict(NamedTuple):
 
 
 def judge(everyone: Sequence[Mapping[str, Any]], least: float) -> Verdict:
-    """Return what is wrong with the routes of a group of ranks, the same on all of them.
+    """Return the faults of the routes of a group of ranks; all ranks compute the same.
 
     Args:
         everyone: `Agreement.numbers` of each rank.
-        least: `min_agreement` of `replay`; 0: nothing is wrong.
+        least: `min_agreement` of `replay`; 0: find no faults.
     """
     verdict = Verdict([], [], {})
     if not least:
         return verdict
-    # Tensor-parallel ranks with the same rows are replicas: each is compared on its own.
+    # Tensor-parallel ranks with the same rows are replicas. Their rows must count once.
     for replica in sorted({numbers["replica"] for numbers in everyone}):
         ranks = [numbers for numbers in everyone if numbers["replica"] == replica]
         sums = add_up((int(layer), unit) for numbers in ranks for layer, unit in numbers["layers"].items())
@@ -404,7 +395,7 @@ def judge(everyone: Sequence[Mapping[str, Any]], least: float) -> Verdict:
 
 
 def _add_parts(ranks: Sequence[Mapping[str, Any]], verdict: Verdict) -> list[Finding]:
-    """Return the findings of sequences over the ranks that share them, and add their rows if they raise."""
+    """Return findings of sequences over the ranks that share them; add the rows of those that raise to the verdict."""
     by_name: dict[str, list[tuple[str, Part]]] = {}
     for numbers in ranks:
         for values in numbers["parts"]:
@@ -415,7 +406,7 @@ def _add_parts(ranks: Sequence[Mapping[str, Any]], verdict: Verdict) -> list[Fin
         by_kind: dict[str, float] = {}
         for kind, value in (item for _, part in parts for item in part.by_kind.items()):
             by_kind[kind] = by_kind.get(kind, 0.0) + value
-        # Each rank chose its clearest block: noise rises so far by itself.
+        # Each rank sent its clearest block, so noise alone rises to PART_EVIDENCE on each.
         chosen = PART_EVIDENCE * (len(parts) - 1)
         finding = Finding(
             evidence_of(by_kind.values()) - chosen, max((part.evidence, part.text) for _, part in parts)[1]

@@ -1,4 +1,4 @@
-"""Name wrong rows by sample and token, and say what can be read off the trace about their cause."""
+"""Name wrong rows by sample and token, and find their cause in the trace."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megatron_router_replay.mcore.sessions.blocks import Block
 from megatron_router_replay.trace import RoutingTrace
 
 MOST_MOVED = 128
-"""Tokens by which a stream is looked for before and behind."""
+"""The most tokens by which a moved stream is searched for."""
 MOST_EQUAL = 1024
-"""Rows with equal routes among which the source of a row is looked for."""
+"""The most rows with equal routes among which the source of a row is searched for."""
 CLEAR, CLEARLY_MORE = 0.6, 0.25
 """Share of a block's rows that a cause must explain, and how much more than the next cause of its kind."""
 
@@ -26,9 +26,9 @@ class ComparedPlaces:
 
     Args:
         parts: (chunk, micro-batch) and (positions, sequences) of each micro-batch.
-        rows: [n], of the trace; -1: none; None: not known.
+        rows: [n], of the trace; -1: none; None: unknown.
         rank: this process.
-        trace: of the session; None: not known.
+        trace: of the session; None: unknown.
     """
 
     parts: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
@@ -59,15 +59,21 @@ class ComparedPlaces:
                 yield f"{chunk}.{number}.{sequence}", begin, begin + length
                 begin += length
 
+    def versions(self) -> Any:
+        """Return [n], the version of the weights that chose a row's routes, -1 for no row; None: unknown."""
+        if self.rows is None or self.trace is None or self.trace.weight_version is None:
+            return None
+        return np.where(self.rows >= 0, self.trace.weight_version.cpu().numpy()[self.rows], -1)
+
     def trace_rows(self, block: Block) -> Any:
-        """Return the rows of the trace that a block is, in its order; none if they are not known."""
+        """Return the rows of the trace in a block, in its order; empty if they are unknown."""
         if self.rows is None:
             return np.zeros(0, np.int64)
         rows = self.rows[block.first : block.stop]
         return rows[rows >= 0]
 
     def name(self, block: Block) -> str:
-        """Return which tokens a block is."""
+        """Return the sample and tokens of a block, or the micro-batch and positions."""
         rows = self.trace_rows(block)
         if self.trace is not None and len(rows):
             return names_of(self.trace, rows)
@@ -94,7 +100,7 @@ def names_of(trace: RoutingTrace, rows: Any) -> str:
 
 
 def cause_of(trace: RoutingTrace, rows: Any) -> str:
-    """Return what the wrong rows of a trace are, as far as the trace says it; "" if it does not.
+    """Return the cause of wrong rows, if the trace shows one; "" if not.
 
     Args:
         rows: [n] of the trace.
@@ -141,7 +147,7 @@ def _copied_from(trace: RoutingTrace, rows: Any, block: Any) -> str:
 
 
 def moved_by(experts: Any, first: Any, block: Block, begin: int, end: int) -> str:
-    """Return by how many tokens the routes of a block stand too late or too early; "" if they are no neighbours'.
+    """Return by how many tokens the routes of a block are late or early; "" if they fit no neighbours.
 
     Args:
         experts: [n, topk], replayed.
@@ -161,4 +167,4 @@ def moved_by(experts: Any, first: Any, block: Block, begin: int, end: int) -> st
     ]
     if share < CLEAR or share < second + CLEARLY_MORE:
         return ""
-    return f"they fit the tokens {abs(moved)} places {'before' if moved > 0 else 'behind'} them"
+    return f"they fit the tokens {abs(moved)} places {'before' if moved > 0 else 'after'} them"

@@ -63,7 +63,17 @@ def test_samples_that_begin_or_end_alike_are_rivals() -> None:
     found = read(samples, [1, 2, 3], doubt=2)
     assert (found.row, found.known, found.ended) == (19, 3, (2,))
     assert samples.rivals(found, keys_of([1, 2, 3])) == [(0, 2)]
+    samples = sorted_samples([[1, 1], [5, 6], [5, 6, 7, 8]])
+    found = read(samples, [5, 6, 7], doubt=2)
+    assert samples.rivals(found, keys_of([5, 6, 7])) == [(2, 2)], "also where others come before it"
+    assert read(sorted_samples([[5], [5, 5, 5, 9]]), [5, 5, 5], doubt=0).ended == (1,), "a sample of one token, too"
     assert sorted_samples([[], A, [], [4]]).name(3) == (3, 0)
+
+
+def test_of_samples_that_begin_alike_the_one_that_lacks_the_fewest_routes_is_used() -> None:
+    has_route = np.array([False, False, True, True, True, False])
+    samples = SortedSamples(np.array([1, 2, 3, 1, 2, 4], dtype=np.int32), [3, 3], has_route)
+    assert samples.read(0, keys_of([1, 2]), 2, 2).row == 3
 
 
 def test_what_is_read_as_one_sample_alone_is_read_so_in_full() -> None:
@@ -88,6 +98,8 @@ def test_tokens_inside_a_sample_are_found_at_whole_tokens() -> None:
     assert samples.find_inside(keys_of([256, 65536])) == (0, 1)
     assert samples.find_inside(keys_of([1])) == (1, 1)
     assert samples.find_inside(keys_of([1 << 24 | 1])) is None
+    # The last byte of 256 and the first seven of two zeros are alike, too.
+    assert sorted_samples([[256, 0, 0, 9]]).find_inside(keys_of([0, 0])) == (0, 1)
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
@@ -119,6 +131,16 @@ def test_cu_seqlens_that_do_not_fit_raise(bad: list[int], cp_size: int) -> None:
 def test_lengths_that_do_not_fit_their_sequences_raise(lengths: list[int]) -> None:
     with pytest.raises(LayoutError, match=r"MRR204: cu_seqlens_q .* do not fit cu_seqlens_q_padded \[0, 4, 8\]"):
         Segments.of((1, 8), torch.tensor([0, 4, 8]), unpadded=torch.tensor(lengths))
+
+
+def test_a_packed_row_has_no_tokens_after_its_last_sequence() -> None:
+    segments = Segments.of((1, 8), torch.tensor([0, 4, 6]))
+    assert (segments.begin.tolist(), segments.stop.tolist(), segments.end.tolist()) == ([0, 4, 6], [4, 6, 6], [4, 6, 8])
+
+
+def test_positions_begin_a_segment_where_they_fall_to_0_and_not_where_they_stay_there() -> None:
+    segments = Segments.of((2, 6)).cut(np.array([0, 1, 2, 0, 1, 0, 0, 1, 2, 3, 0, 0]))
+    assert segments.begin.tolist() == [0, 3, 5, 6, 10]
 
 
 def test_a_mask_and_unpadded_lengths_both_end_a_segment() -> None:

@@ -318,3 +318,16 @@ def test_a_freeze_warns_where_a_rebuilt_model_trains_in_place_of_its_own(around,
     )
     step(rebuilt)
     assert warnings() == []
+
+
+def test_a_freeze_that_close_sessions_ended_warns_of_no_later_model(lines):
+    model, later = Chunk(), Chunk()
+    mrr.freeze_recompute(model)  # its handle is dropped
+    gc.collect()
+    step(model)
+    assert mrr.close_sessions(model) == 1
+    del model
+    gc.collect()
+    lines()
+    step(later)
+    assert lines() == []

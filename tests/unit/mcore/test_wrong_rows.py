@@ -62,6 +62,10 @@ def late(routes):
     routes[540:700] = routes[533:693].clone()
 
 
+def throughout(routes):
+    routes[500:] = routes[599]
+
+
 def one_layer(routes):
     routes[500:600, 1] = routes[200:300, 1].clone()
 
@@ -82,6 +86,10 @@ SAID = {
         r"they are the routes of sample 1 \('req-8'\), tokens \d to 9\d",
     ),
     late: (r"sample 2 \('req-17'\), tokens 4\d to \d+, ", "they fit the tokens 7 places before them"),
+    throughout: (
+        r"sample 2 \('req-17'\), tokens \d to 29\d, ",
+        r"(29\d|300) of these (29\d|300) rows are one and the same row: a stale capture",
+    ),
     one_layer: (r"sample 2 \('req-17'\), tokens \d to 9\d, layer 2: ", "the other layers of these tokens are right"),
 }
 
@@ -159,5 +167,5 @@ def test_a_stream_that_moved_is_told_by_its_number_of_tokens(moved):
     first = np.random.default_rng(0).integers(0, 64, 400)
     experts = np.stack([np.roll(first, moved), np.full(400, 63)], 1)
     said = moved_by(experts, first, Block(99.0, 150, 250), 0, 400)
-    assert said == f"they fit the tokens {abs(moved)} places {'before' if moved > 0 else 'behind'} them"
+    assert said == f"they fit the tokens {abs(moved)} places {'before' if moved > 0 else 'after'} them"
     assert moved_by(experts, np.zeros(400, int), Block(99.0, 150, 250), 0, 400) == "", "all tokens fit alike"
