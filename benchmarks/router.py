@@ -98,9 +98,14 @@ class _Recomputed(torch.autograd.Function):
 
 
 def router_config(experts_and_topk: str, **overrides: Any) -> Any:
-    """Return a TransformerConfig with the routers of a key of ROUTERS."""
+    """Return a TransformerConfig with the routers of a key of ROUTERS, or with softmax."""
     num_experts, topk = map(int, experts_and_topk.split(",")[:2])
-    fields = {"num_moe_experts": num_experts, "moe_router_topk": topk, **ROUTERS[experts_and_topk], **overrides}
+    fields = {
+        "num_moe_experts": num_experts,
+        "moe_router_topk": topk,
+        **ROUTERS.get(experts_and_topk, SOFTMAX),
+        **overrides,
+    }
     return tiny_gpt_config(ParallelSizes(), deterministic_mode=False, **fields)
 
 

@@ -5,14 +5,14 @@ damaged as engines' own trackers report. Rows are compared and judged by the cla
 them, so that thousands of sessions are cheap.
 
     python -m examples.effect.agreement faults           # each fault in four shapes of router, and the least dose that raises
-    python -m examples.effect.agreement legal 3          # legal sessions of 3 seeds: how many stop, and the largest evidence
+    python -m examples.effect.agreement legal 3          # legal sessions of new models of 3 seeds: how many raise
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -287,6 +287,8 @@ def legal_engines(network: Network, seed: int) -> dict[str, Network]:
 
 BEYOND = ("int3", "older, KL 0.2", "dropout 0.1")
 """Engines further away than int4 weights and a KL of 0.1."""
+AGES = (1, 10, 50)
+"""Steps of training, at a low rate, by which an engine's weights are older."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one micro-batch": {},
     "8 micro-batches": {"microbatches": 8},
@@ -295,9 +297,22 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def legal_sessions(network: Network, seed: int) -> Iterator[tuple[str, str, str, Outcome]]:
-    """Yield (engine, text, layout, outcome) of legal sessions."""
+def is_beyond(engine: str, shape: Shape) -> bool:
+    """Return if an engine is further away than int4 weights and a KL of 0.1."""
+    # The bias of a sigmoid router moves in every step of training: one step is a KL of 0.3 here.
+    return engine in BEYOND or (shape.sigmoid and engine.endswith("steps"))
+
+
+def legal_sessions(
+    network: Network, seed: int, older: Mapping[int, Network] | None = None
+) -> Iterator[tuple[str, str, str, Outcome]]:
+    """Yield (engine, text, layout, outcome) of legal sessions.
+
+    Args:
+        older: steps -> the network before so many steps of training.
+    """
     shape, engines = network.shape, legal_engines(network, seed)
+    engines |= {f"older, {steps} steps": each for steps, each in (older or {}).items()}
     for of_text, tokens in legal_tokens(seed):
         scores = small_moe.scores_of(network, tokens)
         routes = {name: top_k(small_moe.scores_of(each, tokens), shape) for name, each in engines.items()}
@@ -310,36 +325,37 @@ def legal_sessions(network: Network, seed: int) -> Iterator[tuple[str, str, str,
                 yield name, of_text, layout, outcome(compared(shape, scores, replayed, **options))
 
 
-def show_legal(networks: Sequence[Network], seeds: int) -> None:
+def show_legal(shapes: Sequence[Shape], seeds: int) -> None:
     """Print for each model and engine how many sessions stop, and the largest evidence; then each session that stops."""
     total: Counter[str] = Counter()
     for seed in range(seeds):
-        for network in networks:
+        for shape in shapes:
+            network, older = small_moe.trained_further(small_moe.trained(shape, seed, STEPS), AGES, seed)
             found: dict[str, list[Outcome]] = {}
-            for engine, of_text, layout, each in legal_sessions(network, seed):
+            for engine, of_text, layout, each in legal_sessions(network, seed, older):
                 found.setdefault(engine, []).append(each)
-                is_beyond = "beyond" if engine in BEYOND else "within"
-                total[is_beyond] += 1
-                total[f"{is_beyond} raises"] += each.says == "raises"
+                where = "beyond" if is_beyond(engine, shape) else "within"
+                total[where] += 1
+                total[f"{where} raises"] += each.says == "raises"
                 if each.says == "raises":
-                    print(f"RAISES {network.shape.name}, {engine}, {of_text}, {layout}: {each.text[:160]}", flush=True)
+                    print(f"RAISES {shape.name}, {engine}, {of_text}, {layout}: {each.text[:160]}", flush=True)
             for engine, outcomes in found.items():
                 stop = sum(each.says == "raises" for each in outcomes)
                 warn = sum(each.says == "warns" for each in outcomes)
                 most, least = max(each.evidence for each in outcomes), min(each.least_layer for each in outcomes)
-                row = [network.shape.name, engine, seed, len(outcomes), stop, warn, f"{most:.0f}", f"{least:.2f}"]
+                row = [shape.name, engine, seed, len(outcomes), stop, warn, f"{most:.0f}", f"{least:.2f}"]
                 print(f"| {' | '.join(map(str, row))} |", flush=True)
         print(dict(total), f"evidence that raises: {EVIDENCE:.0f}", flush=True)
 
 
 def main(what: str = "faults", seeds: int = 1, names: Sequence[str] = ()) -> None:
     torch.set_num_threads(1)
-    shapes = small_moe.SHAPES if what == "faults" else (*small_moe.SHAPES, *small_moe.OTHERS)
-    networks = [small_moe.trained(shape, 0, STEPS) for shape in shapes if not names or shape.name in names]
+    shapes: Sequence[Shape] = small_moe.SHAPES if what == "faults" else (*small_moe.SHAPES, *small_moe.OTHERS)
+    shapes = [shape for shape in shapes if not names or shape.name in names]
     if what == "faults":
-        show_faults(networks)
+        show_faults([small_moe.trained(shape, 0, STEPS) for shape in shapes])
     else:
-        show_legal(networks, seeds)
+        show_legal(shapes, seeds)
 
 
 if __name__ == "__main__":

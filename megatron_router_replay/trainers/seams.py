@@ -65,9 +65,9 @@ class Seam:
         """Return the error of a seam that moved; `change` continues the function's name."""
         trainer = self.module.partition(".")[0]
         return SeamError(
-            f"MRR808: {self.module}.{self.name} {change}: this {trainer} is newer or older than the eight weeks of commits "
-            "that this release supports. Take a release of megatron_router_replay that supports it, or turn "
-            f"{trainer}'s routing replay off."
+            f"MRR808: {self.module}.{self.name} {change}: this {trainer} is newer or older than the commits that this "
+            "release supports, which its page in docs/trainers names. Take a release of megatron_router_replay that "
+            f"supports it, or turn {trainer}'s routing replay off."
         )
 
 

@@ -30,17 +30,17 @@ def length() -> int:
     return max(map(len, oracle.rollout(0)[0])) + PROMPT + 1
 
 
-def worker_config(*, dynamic: bool = False, packs: bool = False, balanced: bool = False) -> Config:
+def worker_config(*, dynamic: bool = False, packs: bool = False, size: int = 2) -> Config:
     return Config(
         name="actor_train",
         router_replay=Config(mode="R3"),
         use_sequence_packing=packs,
         use_dynamic_batching_in_infer=dynamic,
         use_dynamic_batching_in_train=dynamic,
-        training_args=Config(per_device_train_batch_size=2),
+        training_args=Config(per_device_train_batch_size=size),
         strategy_args=Config(strategy_config={}),
         sequence_packing_args=Config(
-            algorithm="load_balance" if balanced else "none",
+            algorithm="none",
             max_packed_sequence_length_forward=2 * length(),
             max_packed_sequence_length_train=2 * length(),
             min_num_micro_batches_forward=1,
@@ -83,7 +83,7 @@ def batch(seed: int, flags: dict[str, Any]) -> Any:
     shape = made.batch["input_ids"][:, 1:].shape
     for name in ("old_log_probs", "ref_log_probs", "advantages"):
         made.batch[name] = torch.ones(shape)
-    made.meta_info = {"loss_mask_keys": ["response_mask"], "micro_batch_size": 2}
+    made.meta_info = {"loss_mask_keys": ["response_mask"], "micro_batch_size": flags.get("size", 2)}
     if flags.get("dynamic"):
         made, _ = dynamic_batching_shard(made, 1, 2 * length(), 4)
         made.meta_info |= {"loss_mask_keys": ["response_mask"], "micro_batch_size": 2}
@@ -166,7 +166,9 @@ def strategy(module: Any, chunks: list[Any], config: Config, layout: ParallelSiz
     me.optimizer = small_model.NoOptimizer()
     me.scheduler = Config(step=lambda: None)
     me.load_states = me.offload_states = lambda **_: None
-    me.megatron_train_args = Config(gradient_accumulation_steps=3)
+    me.megatron_train_args = Config(
+        gradient_accumulation_steps=oracle.NUM_SAMPLES // config.training_args.per_device_train_batch_size
+    )
     me.worker = Config(
         rank_info=Config(
             tp_rank=module.mpu.get_tensor_model_parallel_rank(),

@@ -64,10 +64,13 @@ CASES = {
     "roll packed moe": (ONE, MOE, PACKED),
     "roll tp2 full": (TP2, FULL, {}),
     "roll tp2 packed": (TP2, {}, PACKED),
+    "roll dp2 ep2 full": (EP2, FULL, {}),
     "roll dp2 ep2 packed full": (EP2, FULL, PACKED),
     "roll pp2 full": (PP2, FULL, {}),
     "roll pp2 dynamic": (PP2, {}, DYNAMIC),
     "roll pp2 packed moe": (PP2, MOE, PACKED),
+    # Megatron-Core's schedule takes a multiple of two micro-batches.
+    "roll pp2 vpp2 full": (VPP2, FULL, {"size": 1}),
     "ms_swift": (ONE, {}, {}),
     "ms_swift full": (ONE, FULL, {}),
     "ms_swift packed moe": (ONE, MOE, PACKED),

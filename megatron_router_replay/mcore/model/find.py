@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron_router_replay.errors import LayoutError, listed
-from megatron_router_replay.mcore.model.upstream import is_dispatcher
+from megatron_router_replay.mcore.model.upstream import dispatchers_of
 
 Models = nn.Module | Sequence[nn.Module]
 """A model, or the list of its chunks on this rank; wrapped (DistributedDataParallel, Float16Module) or not."""
@@ -194,7 +194,7 @@ def find_routers(chunk: nn.Module, walked: Walk | None = None) -> list[FoundRout
             routers[id(module)] = module
         if "router" in module._modules:
             for router in _routers_in(module.router):
-                dispatchers.setdefault(id(router), []).extend(filter(is_dispatcher, vars(module).values()))
+                dispatchers.setdefault(id(router), []).extend(dispatchers_of(module))
     found = []
     for key, router in routers.items():
         place = places.get(key, Placed("?", router))

@@ -140,14 +140,14 @@ def inference_refusals(router: Any) -> Iterator[str]:
         )
 
 
-def is_dispatcher(candidate: Any) -> bool:
-    """Return whether this is a token dispatcher that gets what `TopKRouter.routing` returned.
+def dispatchers_of(layer: Any) -> list[Any]:
+    """Return the token dispatchers of a layer that get what `TopKRouter.routing` returned.
 
     Source: Megatron-Core 0.17.1 to 0.19.2, MoELayer: in inference, a dispatcher of token_dispatcher_inference takes the place
     of the layer's own, and gets what InferenceTopKRouter made without a call of `routing`.
     """
-    kind = type(candidate)
-    return hasattr(kind, DISPATCH_METHOD) and kind.__module__ != _INFERENCE_DISPATCHERS
+    candidates = [each for each in vars(layer).values() if hasattr(type(each), DISPATCH_METHOD)]
+    return [each for each in candidates if type(each).__module__ != _INFERENCE_DISPATCHERS]
 
 
 def captured_by_cuda_graphs(config: Any, parts: set[str]) -> list[str]:

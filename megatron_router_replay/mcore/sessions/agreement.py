@@ -1,9 +1,9 @@
 """Compare replayed experts with the live router.
 
-In each micro-batch, one layer of a chunk also takes its live scores; in the first micro-batch that a process runs on the
-chunk, all layers do. The device packs for each row which of its replayed experts the live router chooses or nearly chooses.
-When the session ends, `verdict` computes the *agreement* of each layer (1: the same experts, 0: no more than by chance), and
-searches for wrong rows (`blocks`).
+In each micro-batch, one layer of a chunk also computes which experts its own router would choose; in the first micro-batch
+that a process runs on the chunk, all layers do. The device packs for each row which of its replayed experts the live router
+chooses or nearly chooses. When the session ends, `verdict` computes the *agreement* of each layer (1: the same experts, 0: no
+more than by chance), and searches for wrong rows (`blocks`).
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from megatron_router_replay.mcore.sessions.verdict import (
 from megatron_router_replay.trace import RoutingTrace
 
 ALL = -1
-"""In place of a layer's position: all layers take their live scores."""
+"""In place of a layer's position: all layers are compared."""
 
 _num_microbatches: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-"""By the innermost module of a chunk: the compared layer rotates with it."""
+"""Innermost module of a chunk -> micro-batches that it ran, which choose the compared layer in turn."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +45,7 @@ class LiveAgreement:
     Args:
         layers: layer number -> its sums over this session.
         num_layers: layers that replay.
-        block: the neighbouring rows that look most like those of other tokens.
+        block: the neighbouring rows with most evidence that they are those of other tokens.
         rows_apart: single rows without an expert near the live router's choice.
     """
 
@@ -77,7 +77,7 @@ class LiveAgreement:
         }
 
     def low(self) -> list[tuple[str, str, str]]:
-        """Return what looks wrong, as facts of a table."""
+        """Return the facts that look wrong: (name, value, remark) of each."""
         number, value = min(self.judged.items(), key=lambda each: each[1], default=(0, 1.0))
         remark = f"layer {number}: routes of older weights, or of other rows?"
         facts = [("least layer", f"{value:.0%}", remark)] if value < WARN else []
@@ -115,6 +115,7 @@ class Agreement:
     ) -> None:
         self.topk, self.num_experts, self.num_layers = topk, num_experts, num_layers
         self.every_layer, self.rank, self.trace = every_layer, rank, trace
+        # An expert that is replayed counts as near in the best `width`: with few experts, half of them.
         self.width = min(2 * topk, max(topk + 1, num_experts // 2))
         self._stream: Any = None
         self._row_sharing = (0, 1, 0)
@@ -126,7 +127,7 @@ class Agreement:
         """Return the position of the layer that a chunk's next micro-batch compares, or ALL; None: none is compared."""
         if self.topk == self.num_experts:  # every token has all experts
             return None
-        self._to_host()
+        self._to_host()  # of earlier micro-batches, while the device runs this one
         number = _num_microbatches[chunk.module] = _num_microbatches.get(chunk.module, -1) + 1
         return ALL if self.every_layer or not number else (number - 1) % len(chunk.replayed_routers)
 
@@ -152,7 +153,8 @@ class Agreement:
         scores = scores.detach()
         is_live = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, live, True)
         values, ranked = scores.topk(self.width, dim=1)
-        # With groups of experts, a live expert may have a low rank among all.
+        # [topk + 2] of a row: of each replayed expert 3 * id + level (2: live, 1: near, 0: neither), and the two that the
+        # live router ranks first, -1 in a row that is not replayed. With groups of experts, a live one may have a low rank.
         levels = torch.stack([is_live, (scores >= values[:, -1:]) | is_live])
         packed = torch.empty(len(live), self.topk + 2, dtype=torch.int16, device=live.device)
         level = levels.gather(2, replayed.expand(2, -1, -1)).sum(0, dtype=torch.int16)
@@ -166,7 +168,7 @@ class Agreement:
         if self._stream is None:
             self._stream = current_stream(scores.device)
         elif (stream := current_stream(scores.device)) != self._stream:
-            stream.wait_stream(self._stream)  # so that the last stream has all
+            stream.wait_stream(self._stream)  # a wait for the last stream is one for all
             self._stream = stream
         self._compared.append(ComparedLayer(key, layer, microbatch.shape, microbatch.rows, packed, loads))
         self._numbers = None
@@ -202,7 +204,7 @@ class Agreement:
                 "replica": replica,
                 "layers": judgement.sums,
                 "findings": sorted(judgement.findings, reverse=True)[:4],
-                "parts": judgement.parts(owner) if sharing > 1 else [],
+                "parts": judgement.parts(owner) if sharing > 1 else [],  # a block may lie on several ranks
                 "rows_apart": judgement.rows_apart,
                 "trace": self._trace_name(),
                 "wrong_rows": judgement.wrong_rows,
@@ -232,7 +234,7 @@ class Agreement:
         self._to_host()
         loads = [each.loads for each in self._compared]
         follow(self._stream, *loads)
-        # The wait for these is one for the copies before them, too.
+        # .cpu() waits for the stream, and so for the copies before it.
         all_loads = torch.stack(loads).cpu().numpy()
         return [(each, each.packed.numpy(), load) for each, load in zip(self._compared, all_loads)]
 

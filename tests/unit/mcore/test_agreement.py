@@ -5,6 +5,7 @@ import re
 import warnings
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +13,8 @@ import megatron_router_replay as mrr
 from megatron_router_replay import checks
 from megatron_router_replay.mcore.sessions import verdict
 from megatron_router_replay.mcore.sessions.agreement import Agreement
-from megatron_router_replay.mcore.sessions.blocks import EVIDENCE
+from megatron_router_replay.mcore.sessions.blocks import EVIDENCE, ComparedRows
+from megatron_router_replay.mcore.sessions.verdict import Part
 from tests.unit.mcore.tiny_chunk import ROWS, Chunk, forward, random_trace, tokens
 
 LAYERS = 4
@@ -223,6 +225,23 @@ def test_a_sample_whose_parts_are_too_small_on_each_rank_raises_by_all_of_them()
     assert "micro-batch 1, sequence 5" in found(*ranks)[0]
     parts = [part for each in ranks for part in each.numbers()["parts"]]
     assert {part.name for part in parts} == {"0 0.1.5 [2]"}, "right samples have no part to add"
+
+
+@pytest.mark.parametrize(("each", "raises"), [(43.4, False), (43.6, True)])
+def test_what_noise_rises_on_one_rank_is_taken_off_once_for_two(each, raises):
+    names = (f"{number}" for number in range(100))
+    parts = [Part("0 0.0.0 [1]", each, {next(names): each / 10 for _ in range(10)}, "these rows", []) for _ in range(2)]
+    told = [{"replica": 0, "layers": {}, "wrong_rows": [], "findings": [], "trace": "", "parts": [x]} for x in parts]
+    assert bool(verdict.judge(told, 0.25).problems) == raises  # 2 * 43.5 - 15 is 72
+
+
+def test_noise_explains_at_most_half_of_the_experts_that_are_outside_by_chance():
+    chance = np.full((1, 8), 0.25)
+    outside = np.full((2, 64), 3 * 1 + 0, np.int16)  # expert 1, outside
+    rows = ComparedRows(
+        codes=outside, kinds=np.arange(64), ends=np.array([64]), live_chance=chance / 2, chance=chance, versions=None
+    )
+    assert rows.noise()[0].tolist() == [0.375]  # all are outside; 0.75 would be by chance
 
 
 @pytest.mark.parametrize("wrong", [False, True])

@@ -462,6 +462,15 @@ def test_routes_of_equal_samples_are_compared_to_their_last_token() -> None:
     assert unlike(trace, 0, 150, 150) == "have different routes (63 of 63 decisions from position 128 on)"
 
 
+def test_equal_samples_are_compared_again_where_a_forward_has_more_of_their_tokens() -> None:
+    tokens, one = [number % 32 for number in range(150)], random_routes(150, len(LAYERS), 3)
+    trace = trace_of([tokens] * 2, routes=torch.cat([one, torch.cat([one[:128], (one[128:] + 1) % EXPERTS])]))
+    chunk = Chunk()
+    with pytest.raises(LayoutError, match="MRR208"), mrr.replay(chunk, trace, **DRAWN):
+        chunk(ids(tokens[:20]), 0)
+        chunk(ids(tokens), 1)
+
+
 @pytest.mark.parametrize(("num_different", "text"), [(4, ""), (5, "different routes (5 of 6 decisions")])
 def test_a_few_decisions_that_differ_may_be_noise(num_different: int, text: str) -> None:
     one = random_routes(3, len(LAYERS), 3)

@@ -133,6 +133,16 @@ def test_lengths_that_do_not_fit_their_sequences_raise(lengths: list[int]) -> No
         Segments.of((1, 8), torch.tensor([0, 4, 8]), unpadded=torch.tensor(lengths))
 
 
+def test_a_packed_row_has_no_tokens_after_its_last_sequence() -> None:
+    segments = Segments.of((1, 8), torch.tensor([0, 4, 6]))
+    assert (segments.begin.tolist(), segments.stop.tolist(), segments.end.tolist()) == ([0, 4, 6], [4, 6, 6], [4, 6, 8])
+
+
+def test_positions_begin_a_segment_where_they_fall_to_0_and_not_where_they_stay_there() -> None:
+    segments = Segments.of((2, 6)).cut(np.array([0, 1, 2, 0, 1, 0, 0, 1, 2, 3, 0, 0]))
+    assert segments.begin.tolist() == [0, 3, 5, 6, 10]
+
+
 def test_a_mask_and_unpadded_lengths_both_end_a_segment() -> None:
     segments = Segments.of((1, 8), torch.tensor([0, 4, 8]), unpadded=torch.tensor([0, 3, 6]))
     mask = np.array([False, False, True, True, True, False, False, False])
