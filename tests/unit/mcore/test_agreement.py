@@ -92,6 +92,17 @@ def test_a_router_that_uses_all_experts_is_not_compared():
     assert compared.report().to_dict() == {}
 
 
+def test_a_micro_batch_without_rows_adds_nothing():
+    compared, none = comparing(sharing=(0, 2, 0)), comparing(sharing=(0, 2, 0))
+    scores, replayed = routes(200)
+    add(compared, scores, replayed)
+    before = compared.report()
+    for each in (compared, none):
+        add(each, scores[:0], replayed[:0], number=1)
+    assert compared.report() == before
+    assert none.report().to_dict() == {}
+
+
 # ---- wrong routes
 def other_rows(scores, replayed):
     return replayed.roll(1, 0)
