@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -212,7 +212,7 @@ def as_token_ids(value: Any, *, source: Source) -> Array:
         if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
             raise source.error(f"MRR309: token ids must be integers, got {type(value).__name__}.")
         value = list(value)
-    ids = as_array(value, source=source)
+    ids = as_array(value, source=replace(source, field="token ids"))
     if ids.size and ids.ndim != 1:
         raise source.error(f"MRR309: token ids must be one-dimensional, got shape {list(ids.shape)}.")
     if ids.size and not (-(2**31) <= int(ids.min()) and int(ids.max()) < 2**31):

@@ -9,6 +9,7 @@ twice before that changes the number of ids, so the rule of rows and the counts 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import isawaitable
@@ -435,6 +436,10 @@ def refuse_non_reply(result: Any, engine: str) -> None:
         # Base64 has no blank and begins with no bracket. Raw ids of int32 may begin with one, but have bytes of 0.
         if "\0" not in start and (start.startswith(("{", "[", "<", "data:")) or " " in start):
             words = f"the text {shown(result, 120)}: parse JSON first, of a stream each chunk apart."
+        if start.endswith((".json", ".jsonl")):
+            words = f"the path {shown(result, 120)}: read the file and parse JSON first."
+    elif isinstance(result, os.PathLike):
+        words = f"the path {os.fspath(result)!r}: read the file and parse JSON first."
     elif isawaitable(result):
         words = f"a {kind} that was not awaited: await it, and parse JSON first."
     elif not any(hasattr(result, name) for name in ("choices", "outputs", "routed_experts", "__array__")) and any(

@@ -25,6 +25,9 @@ from megatron_router_replay.engines.payload import Array, Source, as_token_ids
 from megatron_router_replay.engines.reader import Kind, Reply, StatedCount, get_field, is_count
 from megatron_router_replay.errors import PayloadError
 
+_NPY_BASE64 = "k05VTVBZ"
+"""The magic bytes of a .npy file, as base64."""
+
 _NOUNS: dict[Kind, str] = {"prompt": "prompt tokens", "output": "output tokens", "all": "tokens"}
 
 
@@ -98,6 +101,15 @@ def _missing_ids(reply: Reply) -> PayloadError:
     # The request comes first: a text that is tokenized again may have other ids, as many and not the same.
     if reply.request_fields.token_ids:
         advice = f"send {reply.request_fields.token_ids} with the request, or {advice}"
+    # The form of the routes shows the reply of the other engine, which has its ids in other fields.
+    engine, routes = reply.source.engine, reply["routed_experts"]
+    if (
+        engine in ("vLLM", "SGLang")
+        and isinstance(routes, str)
+        and routes.startswith(_NPY_BASE64) != (engine == "vLLM")
+    ):
+        other = "SGLang" if engine == "vLLM" else "vLLM"
+        advice = f"its routes look as {other} sends them, which engines.{other.lower()} reads; else {advice}"
     return reply.source.error(
         f"MRR309: comes {come}, so the tokens of its rows are unknown: {advice}. Never tokenize its text again."
     )

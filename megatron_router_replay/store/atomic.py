@@ -67,4 +67,5 @@ def naming(path: Path, verb: str) -> Iterator[None]:
         yield
     # torch raises RuntimeError where a file cannot be mapped.
     except (OSError, ValueError, RuntimeError, SafetensorError, StoreError, TraceError) as error:
-        raise StoreError(f"MRR501: cannot {verb} {path}: {error}") from error
+        cut = ". Was it copied whole?" if isinstance(error, SafetensorError) and verb != "save" else ""
+        raise StoreError(f"MRR501: cannot {verb} {path}: {error}{cut}") from error

@@ -265,7 +265,7 @@ class RoutingTrace:
         numbers = range(len(ends) - 1)
         if isinstance(index, slice):
             return self._samples(as_slice(numbers[index]), ends)
-        number = as_integer("the index of a sample", index)
+        number = as_integer("index", index)
         try:
             number = numbers[number]
         except IndexError:  # no TraceError: Python's own protocols end at an IndexError

@@ -87,6 +87,9 @@ def _sample(
     if ids.numel() and int(ids.min()) < 0:
         raise TraceError(f"MRR101: token {int(ids.min())} at position {int(ids.argmin())} is no token id.")
     check_holds_experts("routes", rows, num_experts)
+    swapped = (
+        " Give [T, layers, topk]: the tokens are on axis 1." if rows.shape[1] in (ids.numel(), ids.numel() - 1) else ""
+    )
     rows = _named_layers(rows, numbers)
     length, has_last = ids.numel(), rows.shape[0] == ids.numel()
     # Engines that did not run the token sampled last return T - 1 rows.
@@ -94,7 +97,7 @@ def _sample(
         expected = f"{length}" if last_token == "routed" else f"{length} or {length - 1}"
         raise TraceError(
             f"MRR302: {rows.shape[0]} rows of routes for {length} tokens: expected {expected}. Mark rows without a route "
-            "with -1 in every layer."
+            f"with -1 in every layer.{swapped}"
         )
     # Rows of -1 have no route. An unsigned dtype cannot mark them so.
     missing = (rows == -1).flatten(1).all(1) if numbers else torch.zeros(rows.shape[0], dtype=torch.bool)

@@ -233,16 +233,15 @@ class TrainerReplay:
             raise ReplayStateError(f"MRR811: {message}.")
         _LOG.log(logging.WARNING if is_wrong else logging.INFO, "%s", message)
 
-    def add_metrics(self, results: Sequence[Any], *, parts: int = 1) -> None:
-        """Add the newest pass's metrics to a trainer's own dicts of metrics.
+    def add_metrics(self, results: Sequence[Any]) -> None:
+        """Add the newest pass's metrics to a trainer's own dicts of metrics, of which it takes the mean.
 
         Args:
             results: the trainer's metrics, of a step or of each micro-batch; those that are no dict are left alone.
-            parts: how many of the dicts the trainer adds up, so that each gets that part; 1: it takes a mean.
         """
         for each in results:
             if isinstance(each, dict):
-                each.update({name: value / parts for name, value in self.metrics.items()})
+                each.update(self.metrics)
 
 
 def make_trace(chunks: Any, tokens: Sequence[Any], routes: Sequence[Any], last_token: LastToken) -> RoutingTrace:

@@ -1,7 +1,8 @@
 """The routes of an engine's requests stay on the rank that generated them, and go where they are trained.
 
-    ticket = store.keep(request_id, tokens, routes)        on each rank of the engine, when a request is finished
-    rows = store.fetch([Piece(ticket, 0, 7)], layers)      on all ranks: each names the rows that it trains
+    store.keep(request_id, tokens, routes, ...)            on each rank of the engine, when a request is finished
+    ticket = store.ticket(request_id)                      on a rank of the engine; it goes to all ranks
+    rows = store.fetch([Piece(ticket, 0, 7)], layers, ...) on all ranks: each names the rows that it trains
 
 A record that reaches every rank carries the ticket, and not the routes: 1,024 samples of 4,096 tokens with 48 layers and 8
 experts have 1.6 GB of routes, one byte an expert. A rank gets the rows of its own samples and the layers of its own stage.
@@ -21,7 +22,7 @@ from megatron_router_replay.errors import PayloadError
 from megatron_router_replay.trace.ids import index_dtype
 
 _MESSAGE_BYTES = 64 << 20
-"""What a rank sends at once at most, and so its memory on a GPU where the backend takes tensors from GPUs alone."""
+"""The most bytes of a rank's messages at a time; with NCCL they need as much memory on the GPU."""
 
 
 class Ticket(NamedTuple):
@@ -30,7 +31,7 @@ class Ticket(NamedTuple):
     Args:
         engine: the lowest rank of the model-parallel group that generated it.
         request_id: of that engine.
-        collection: when it was finished; see `RequestRoutes.collection`.
+        collection: `RequestRoutes.collection` when the request was finished.
     """
 
     engine: int
@@ -46,19 +47,19 @@ class Piece(NamedTuple):
     end: int
 
 
-class _Ask(NamedTuple):
-    """What one rank asks of another: the layers, by their place in the other's, and the pieces."""
+class _Query(NamedTuple):
+    """A rank's request for rows of another rank."""
 
-    places: tuple[int, ...]
-    layers: tuple[int, ...]
-    pieces: tuple[int, ...]  # by their place in the asking rank's list
+    places: tuple[int, ...]  # of the layers, in the other rank's list
+    layers: tuple[int, ...]  # the same layers, in this rank's list
+    pieces: tuple[int, ...]  # in this rank's list
     rows: tuple[tuple[int, int, int], ...]  # request_id, begin, end of each piece
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Request:
     tokens: Tensor  # [T] int32
-    routes: Tensor  # [T - 1, layers, topk], the narrowest dtype that holds all experts
+    routes: Tensor  # [T - 1, layers, topk], the narrowest dtype for all experts
     collection: int
 
 
@@ -68,7 +69,7 @@ class RequestRoutes:
     Attributes:
         engine: the lowest rank of this rank's engine; -1: this rank generated nothing yet.
         layers: the layer number of each router that the engine records, in its order.
-        collection: how many rollouts were trained so far, the same on all ranks.
+        collection: the number of collections of rollouts trained so far, the same on all ranks.
         bytes_received: of the newest `fetch`, from other ranks.
     """
 
@@ -87,13 +88,12 @@ class RequestRoutes:
             routes: [T - 1, layers, topk] integers.
 
         Raises:
-            PayloadError: another number of rows or layers.
+            PayloadError: `routes` has a wrong number of rows or layers.
         """
         if routes.shape[:2] != (len(tokens) - 1, len(self.layers)):
             raise PayloadError(
-                f"MRR802: request {request_id} of {len(tokens)} tokens has routes {list(routes.shape)}, and the engine's "
-                f"model routes in the layers {list(self.layers)}: {len(tokens) - 1} rows of {len(self.layers)} layers are "
-                "known."
+                f"MRR802: request {request_id} has {len(tokens)} tokens, so its routes must be {len(tokens) - 1} rows of "
+                f"{len(self.layers)} layers ({list(self.layers)}), but they are {list(routes.shape)}."
             )
         self._requests[request_id] = _Request(
             tokens=tokens.to(torch.int32),
@@ -130,9 +130,9 @@ class RequestRoutes:
         }
 
     def fetch(self, pieces: Sequence[Piece], layers: Sequence[int], *, topk: int, num_experts: int) -> list[Tensor]:
-        """Return the routes of each piece, [end - begin, layers, topk], the narrowest dtype that holds all experts.
+        """Return the routes of each piece, [end - begin, layers, topk], the narrowest dtype for all experts.
 
-        A collective over all ranks of the job. Rows go as bytes, from a rank that has them to the one that asks.
+        A collective over all ranks of the job. Rows go as bytes, from a rank that has them to the one that needs them.
 
         Raises:
             PayloadError: on all ranks alike: no rank has the routes of a request, or a layer of them.
@@ -140,60 +140,60 @@ class RequestRoutes:
         me, world, dtype = dist.get_rank(), dist.get_world_size(), index_dtype(num_experts)
         engines: list[Any] = [None] * world
         dist.all_gather_object(engines, (self.engine, self.layers))
-        all_asks: list[Any] = [None] * world
+        all_queries: list[Any] = [None] * world
         try:
-            asks: Any = _asks(pieces, tuple(layers), engines, me)
+            queries: Any = _queries(pieces, tuple(layers), engines, me)
         except PayloadError as error:
-            asks = error
-        dist.all_gather_object(all_asks, asks)
-        _raise_first(all_asks)
+            queries = error
+        dist.all_gather_object(all_queries, queries)
+        _raise_first(all_queries)
 
-        # Each rank packs what is asked of it; a fault must not let the others wait.
+        # Each rank packs the rows for the other ranks; a fault must not let these wait.
         width = topk * dtype.itemsize
         sent: list[Tensor] = []
         error_text: PayloadError | None = None
         for rank in range(world):
             try:
-                sent.append(self._pack(all_asks[rank].get(me)))
+                sent.append(self._pack(all_queries[rank].get(me)))
             except PayloadError as error:
                 error_text = error
         errors: list[Any] = [None] * world
         dist.all_gather_object(errors, error_text)
         _raise_first(errors)
 
-        # The size of each message follows from the asks, which all ranks have.
+        # The size of each message follows from the queries, which all ranks have.
         sizes = [
             [
-                0 if ask is None else len(ask.places) * width * sum(end - begin for _, begin, end in ask.rows)
-                for ask in row
+                0 if query is None else len(query.places) * width * sum(end - begin for _, begin, end in query.rows)
+                for query in row
             ]
-            for row in ([asks.get(rank) for rank in range(world)] for asks in all_asks)
+            for row in ([queries.get(rank) for rank in range(world)] for queries in all_queries)
         ]
         received = _exchange(sent, sizes, me)
         self.bytes_received = sum(len(part) for rank, part in enumerate(received) if rank != me)
         result = [torch.zeros(end - begin, len(layers), topk, dtype=dtype) for _, begin, end in pieces]
-        for rank, ask in all_asks[me].items():
+        for rank, query in all_queries[me].items():
             start = 0
-            for number, (_, begin, end) in zip(ask.pieces, ask.rows):
-                size = (end - begin) * len(ask.places) * width
+            for number, (_, begin, end) in zip(query.pieces, query.rows):
+                size = (end - begin) * len(query.places) * width
                 values = received[rank][start : start + size].view(dtype)
-                result[number][:, list(ask.layers)] = values.view(end - begin, len(ask.places), topk)
+                result[number][:, list(query.layers)] = values.view(end - begin, len(query.places), topk)
                 start += size
         return result
 
-    def _pack(self, ask: _Ask | None) -> Tensor:
-        """Return the rows that a rank asks for, as bytes."""
-        if ask is None:
+    def _pack(self, query: _Query | None) -> Tensor:
+        """Return the rows that a rank requests, as bytes."""
+        if query is None:
             return torch.empty(0, dtype=torch.uint8)
         parts = []
-        for request_id, begin, end in ask.rows:
+        for request_id, begin, end in query.rows:
             request = self._requests.get(request_id)
             if request is None:
                 raise PayloadError(
-                    f"MRR802: rank {dist.get_rank()} has no routes of request {request_id} of its engine, and another rank "
-                    "of that engine has some."
+                    f"MRR802: rank {dist.get_rank()} has no routes of request {request_id}, but another rank of its engine "
+                    "has some."
                 )
-            rows = request.routes[begin:end][:, list(ask.places)]
+            rows = request.routes[begin:end][:, list(query.places)]
             parts.append(rows.contiguous().view(-1).view(torch.uint8))
         return torch.cat(parts)
 
@@ -205,34 +205,34 @@ def _raise_first(values: Sequence[Any]) -> None:
             raise value
 
 
-def _asks(pieces: Sequence[Piece], layers: tuple[int, ...], engines: Sequence[Any], me: int) -> dict[int, _Ask]:
-    """Return rank -> what this rank asks of it.
+def _queries(pieces: Sequence[Piece], layers: tuple[int, ...], engines: Sequence[Any], me: int) -> dict[int, _Query]:
+    """Return rank -> this rank's request for its rows.
 
     Args:
         pieces, layers: that this rank needs.
-        engines: of each rank, the engine that it belongs to, and the layers of its routers.
+        engines: by rank: its engine, and the layer numbers of its routers.
 
     Raises:
         PayloadError: no rank of an engine has a layer.
     """
-    asks = {}
+    queries = {}
     for engine in dict.fromkeys(piece.ticket.engine for piece in pieces):
         numbers = [i for i, piece in enumerate(pieces) if piece.ticket.engine == engine and piece.end > piece.begin]
         rows = tuple((pieces[i].ticket.request_id, pieces[i].begin, pieces[i].end) for i in numbers)
         taken: dict[int, list[int]] = {}
         for layer in layers:
-            # Tensor-parallel ranks of an engine have the same routes: this rank itself, or else they share the work.
+            # Tensor-parallel ranks of an engine have the same routes: take this rank's own, else spread the work by `me`.
             ranks = [rank for rank, (own, has) in enumerate(engines) if own == engine and layer in has]
             if not ranks:
                 raise PayloadError(
-                    f"MRR802: layer {layer} of the trained model has no routes: the engine of rank {engine} records the "
-                    f"layers {sorted({each for own, has in engines if own == engine for each in has})}."
+                    f"MRR802: layer {layer} of the trained model has no routes: the engine whose first rank is {engine} "
+                    f"records the layers {sorted({each for own, has in engines if own == engine for each in has})}."
                 )
             taken.setdefault(me if me in ranks else ranks[me % len(ranks)], []).append(layer)
         for rank, part in taken.items():
-            places, own = (tuple(map(each.index, part)) for each in (engines[rank][1], layers))
-            asks[rank] = _Ask(places, own, tuple(numbers), rows)
-    return asks
+            places = tuple(map(engines[rank][1].index, part))
+            queries[rank] = _Query(places, tuple(map(layers.index, part)), tuple(numbers), rows)
+    return queries
 
 
 def _exchange(sent: Sequence[Tensor], sizes: Sequence[Sequence[int]], me: int) -> list[Tensor]:

@@ -107,6 +107,8 @@ class RouteGroup:
         ready_timeout: timedelta = timedelta(hours=2),
         times: TransportTimes | None = None,
     ) -> None:
+        if not isinstance(layout, ParallelLayout):
+            raise TransportError(f"MRR601: the layout must be a ParallelLayout, got {type(layout).__name__}.")
         places = layout.places()
         if (sender is None) == (place is None):
             raise TransportError(
@@ -121,6 +123,8 @@ class RouteGroup:
             raise TransportError(f"MRR601: there is no {sender=} of {num_senders=}: senders count from 0.")
         if place not in (None, *places):
             raise TransportError(f"MRR601: there is no {place=} in {layout}: give place=layout.place_of(rank).")
+        if not hasattr(store, "clone"):
+            raise TransportError(f"MRR601: the store must be one of open_store, got {type(store).__name__}.")
         self.layout, self.sender, self.place = layout, sender, place
         self.times = times or TransportTimes("training" if sender is None else "rollout")
         self._rank = num_senders + places.index(place) if place is not None else sender or 0
@@ -155,6 +159,12 @@ class RouteGroup:
             if self.sender is None:
                 raise TransportError(f"MRR601: {self.place} is a training rank: it receives.")
             traces = [traces] if isinstance(traces, RoutingTrace) else traces
+            others = (
+                [each for each in traces if not isinstance(each, RoutingTrace)] if isinstance(traces, Sequence) else []
+            )
+            if others or not (isinstance(traces, Sequence) or hasattr(traces, "format")):
+                kind = type(others[0] if others else traces).__name__
+                raise TransportError(f"MRR601: cannot send a {kind}: decode a reply first, which makes a RoutingTrace.")
             source = TraceRows(traces) if isinstance(traces, Sequence) else traces
             header = {
                 "format": source.format.to_json(),

@@ -58,6 +58,8 @@ def open_store(host: str, port: int = 0, *, is_server: bool, timeout: timedelta 
     Raises:
         TransportError: the server cannot listen there, or did not answer in time.
     """
+    if not isinstance(timeout, timedelta):
+        raise TransportError(f"MRR601: {timeout=} must be a datetime.timedelta, as timedelta(minutes=2).")
     options: dict[str, Any] = {"is_master": is_server, "wait_for_workers": False, "timeout": timeout}
     if is_server:
         # torch's own server listens on all interfaces, whatever the host; it takes a socket that listens already.
@@ -104,7 +106,10 @@ class Connections:
         self.member = members[rank]
         self._rank, self._members, self._timeout = rank, members, timeout
         # A client of a store serves one call at a time, so this process's other calls do not wait for ours.
-        self._store = dist.PrefixStore(name, store.clone())  # type: ignore[attr-defined]
+        self._store, self._beat_store = (
+            dist.PrefixStore(name, store.clone())  # type: ignore[attr-defined]
+            for _ in range(2)
+        )
         self._store.set_timeout(_STORE_TIMEOUT)
         self._group, self._is_own_group = group, group is None
         self._meetings = 0
@@ -127,16 +132,19 @@ class Connections:
             times_joined = self._store.add(f"joined/{self._rank}", 1)
         if times_joined > 1:
             raise TransportError(f"MRR602: {self.member} is one too many: this name was used before, take a new one.")
-        # A client of its own: that of this process may wait.
-        Thread(target=self._beat, args=(self._store.clone(),), name="routes-beat", daemon=True).start()
+        Thread(target=self._beat, name="routes-beat", daemon=True).start()
         with self.failing_all():
             self._connect(json.dumps(terms), timeout)
 
-    def _beat(self, store: Store) -> None:
+    def _beat(self) -> None:
         """Count up in the store until the transport is over."""
         while True:
-            with suppress(RuntimeError):  # a server that has ended, or is busy
-                store.add(f"beat/{self._rank}", 1)
+            try:
+                self._beat_store.add(f"beat/{self._rank}", 1)
+            except dist.DistNetworkError:  # the server has ended, and with it the transport
+                return
+            except RuntimeError:  # it is busy
+                pass
             if self._is_over.wait(_BEAT_S):
                 return
 

@@ -93,7 +93,7 @@ def test_the_dtype_is_as_narrow_as_the_experts_allow():
 def test_routes_of_another_length_or_model_raise(shape):
     store = RequestRoutes()
     store.layers = (1,)
-    with pytest.raises(PayloadError, match="MRR802: request 7 of 3 tokens has routes"):
+    with pytest.raises(PayloadError, match="MRR802: request 7 has 3 tokens, so its routes must be 2 rows of 1 layers"):
         store.keep(7, torch.arange(3), torch.zeros(shape), num_experts=EXPERTS)
 
 

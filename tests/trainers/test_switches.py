@@ -135,6 +135,32 @@ def test_samples_that_are_refused_leave_nothing_of_an_earlier_rollout(trainer, c
     assert replay.metrics == {}
     with pytest.raises(ReplayStateError, match="MRR809: a pass of slime replays, and no samples came in"):
         replay.run(None, model=chunks)
+    replay.enter(chunks, samples)  # nothing is left of the refused ones
+    assert replay.has_samples
+
+
+def test_a_session_around_all_passes_replays_the_samples(trainer, chunks):
+    replay = replayer.install("Megatron-RL", None, PADDING)
+    replay.enter(chunks, samples)
+    schedule = schedules.get_forward_backward_func()
+    with oracle.watched(chunks, {}) as seen, replay.in_session(chunks):
+        passes(chunks, seen, samples()[0], schedule, forward_only=True)
+    replay.enter(chunks, samples)  # the first ones were replayed
+
+
+def test_an_audit_logs_samples_that_do_not_fit_and_raises_errors_that_are_not_ours(
+    trainer, chunks, monkeypatch, caplog
+):
+    def fail():
+        raise KeyError("tokens")
+
+    monkeypatch.setenv("MRR_AUDIT", "1")
+    replay = replayer.install("slime", lambda: True, PADDING)
+    with pytest.raises(KeyError, match="tokens"):
+        replay.enter(chunks, fail)
+    replay.enter(chunks, lambda: (samples()[0], [None, *samples()[1][1:]]))
+    assert "audit of slime's replay: the samples cannot be compared: MRR802: samples [0] have no routes" in caplog.text
+    assert not replay.has_samples
 
 
 def test_samples_without_routes_among_others_are_named(trainer, chunks):

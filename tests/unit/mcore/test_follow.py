@@ -317,6 +317,12 @@ RAISES: dict[str, tuple[Tokens, Tokens, dict[str, Any], str]] = {
         mask([0, 0, 1, 1], [0, 0, 0, 1]),
         r"MRR207: .*input_ids\[0, 2\], .*after 2 tokens of sample 0, and the next 2 tokens are the sample's own.*loss mask",
     ),
+    "a mask over tokens of the only sample that begins so": (
+        [A],
+        [A],
+        mask([0, 0, 1, 1]),
+        r"MRR207: .*input_ids\[0, 2\], .*after 2 tokens of sample 0, and the next 2 tokens are the sample's own",
+    ),
     "a mask over the tokens of another sample with the same beginning": (
         [A, B, [5, 6, 1, 2, 3]],
         [[5, 6, 1, 2]],

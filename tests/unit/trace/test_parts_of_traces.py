@@ -199,7 +199,7 @@ def test_no_sample_and_no_index_of_one_raise():
         with pytest.raises(IndexError, match=f"MRR106: the trace has 2 samples, and no sample {index}"):
             trace[index]
     for index in ([0, 1], 1.5, "a", True):
-        with pytest.raises(TraceError, match=r"the index of a sample=.* must be an integer"):
+        with pytest.raises(TraceError, match=r"index=.* must be an integer"):
             trace[index]
 
 

@@ -136,3 +136,10 @@ def test_one_row_over_many_tokens_is_stale() -> None:
         RoutingTrace.from_samples([ids], [rows], **sizes)
     rows[10:70] = -1
     assert RoutingTrace.from_samples([ids], [rows], **sizes).replay_mask.sum() == 20
+
+
+def test_routes_with_layers_first_are_named():
+    with pytest.raises(TraceError, match=r"MRR302: .*Give \[T, layers, topk\]: the tokens are on axis 1"):
+        RoutingTrace.from_samples(
+            [[5, 6, 7, 8, 9, 4]], [torch.zeros(2, 5, 2, dtype=torch.int64)], num_experts=8, layer_numbers=[1, 2]
+        )
