@@ -87,7 +87,8 @@ class Session:
         Args:
             rows: integers of the shape of this rank's input_ids, [b, s] ([1, total] when packed), a tensor or a numpy array:
                 the trace row of each position, -1 where there is none; in a recording, each row's number. Split over
-                context-parallel ranks like input_ids, not over sequence-parallel ranks. The host waits for rows on a GPU.
+                context-parallel ranks like input_ids, not over sequence-parallel ranks. With these
+                on a GPU, the host waits once here, and with input_ids on a GPU once in the forward, which compares them.
             model: the chunk, as the schedule passes it to the forward step; None: there is only one.
             token_ids: the input_ids, same shape. A replay compares them with the trace now and with the forward's input_ids
                 later; a recording stores them. None: the forward's own input_ids.

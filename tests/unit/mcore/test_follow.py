@@ -317,6 +317,12 @@ RAISES: dict[str, tuple[Tokens, Tokens, dict[str, Any], str]] = {
         mask([0, 0, 1, 1], [0, 0, 0, 1]),
         r"MRR207: .*input_ids\[0, 2\], .*after 2 tokens of sample 0, and the next 2 tokens are the sample's own.*loss mask",
     ),
+    "a mask over tokens of the only sample that begins so": (
+        [A],
+        [A],
+        mask([0, 0, 1, 1]),
+        r"MRR207: .*input_ids\[0, 2\], .*after 2 tokens of sample 0, and the next 2 tokens are the sample's own",
+    ),
     "a mask over the tokens of another sample with the same beginning": (
         [A, B, [5, 6, 1, 2, 3]],
         [[5, 6, 1, 2]],
@@ -462,7 +468,7 @@ def test_equal_samples_are_compared_again_where_a_forward_has_more_of_their_toke
     chunk = Chunk()
     with pytest.raises(LayoutError, match="MRR208"), mrr.replay(chunk, trace, **DRAWN):
         chunk(ids(tokens[:20]), 0)
-        chunk(ids(tokens), 1)
+        chunk(ids(tokens[:149]), 1)  # neither is a whole sample
 
 
 @pytest.mark.parametrize(("num_different", "text"), [(4, ""), (5, "different routes (5 of 6 decisions")])

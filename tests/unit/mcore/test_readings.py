@@ -77,14 +77,18 @@ def test_ids_of_other_sequences_than_a_later_stage_computes_raise() -> None:
     stage: Any = SimpleNamespace(pre_process=False, decoder=decoder, config=config, pg_collection=groups)
     trace = trace_of([[5, 6, 7], [5, 8]])
 
-    def rows(cu_seqlens: list[int], padding: list[int] | None = None) -> Any:
+    def rows(cu_seqlens: list[int], padding: list[int] | None = None, raw: Any = ([5, 6, 7], [5, 8, 0])) -> Any:
         lookup = RowLookup(trace, padding_token_ids=padding, cp_partition_mode=None)
         packed = SimpleNamespace(cu_seqlens_q=torch.tensor(cu_seqlens))
-        inputs = ForwardInputs(input_ids=torch.tensor([[5, 6, 7], [5, 8, 0]]), packed_seq_params=packed)
+        inputs = ForwardInputs(input_ids=torch.tensor(raw), packed_seq_params=packed)
         return lookup.find(stage, inputs, "here").rows.tolist()
 
     # Packed sequences are as long as cu_seqlens say, so what follows in the raw ids is padding, declared or not.
     assert rows([0, 3, 5]) == rows([0, 3, 5], [0]) == [[0, 1, 2, 3, 4]]
+    longer = [[5, 6, 7, 0, 0], [5, 8, 0, 0, 0]]
+    assert rows([0, 3, 5], raw=longer) == [[0, 1, 2, 3, 4]], "two tokens of padding that nobody declared"
+    assert rows([0, 3, 5], [0], raw=([0, 5, 6, 7], [0, 0, 5, 8])) == [[0, 1, 2, 3, 4]], "padded on the left"
+    assert rows([0, 3, 5], [0], raw=([5, 6, 7, 9], [5, 8, 0, 0])) == [[0, 1, 2, 3, 4]], "cut before an appended token"
     with pytest.raises(LayoutError, match=r"MRR201: here: .* input_ids of 2 sequences and computes 1"):
         rows([0, 5])
 
