@@ -47,7 +47,7 @@ class Piece(NamedTuple):
     end: int
 
 
-class _Ask(NamedTuple):
+class _Query(NamedTuple):
     """A rank's request for rows of another rank."""
 
     places: tuple[int, ...]  # of the layers, in the other rank's list
@@ -59,7 +59,7 @@ class _Ask(NamedTuple):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Request:
     tokens: Tensor  # [T] int32
-    routes: Tensor  # [T - 1, layers, topk], the narrowest dtype that holds all experts
+    routes: Tensor  # [T - 1, layers, topk], the narrowest dtype for all experts
     collection: int
 
 
@@ -130,9 +130,9 @@ class RequestRoutes:
         }
 
     def fetch(self, pieces: Sequence[Piece], layers: Sequence[int], *, topk: int, num_experts: int) -> list[Tensor]:
-        """Return the routes of each piece, [end - begin, layers, topk], the narrowest dtype that holds all experts.
+        """Return the routes of each piece, [end - begin, layers, topk], the narrowest dtype for all experts.
 
-        A collective over all ranks of the job. Rows go as bytes, from a rank that has them to the one that asks.
+        A collective over all ranks of the job. Rows go as bytes, from a rank that has them to the one that needs them.
 
         Raises:
             PayloadError: on all ranks alike: no rank has the routes of a request, or a layer of them.
@@ -140,13 +140,13 @@ class RequestRoutes:
         me, world, dtype = dist.get_rank(), dist.get_world_size(), index_dtype(num_experts)
         engines: list[Any] = [None] * world
         dist.all_gather_object(engines, (self.engine, self.layers))
-        all_asks: list[Any] = [None] * world
+        all_queries: list[Any] = [None] * world
         try:
-            asks: Any = _asks(pieces, tuple(layers), engines, me)
+            queries: Any = _queries(pieces, tuple(layers), engines, me)
         except PayloadError as error:
-            asks = error
-        dist.all_gather_object(all_asks, asks)
-        _raise_first(all_asks)
+            queries = error
+        dist.all_gather_object(all_queries, queries)
+        _raise_first(all_queries)
 
         # Each rank packs the rows for the other ranks; a fault must not let these wait.
         width = topk * dtype.itemsize
@@ -154,46 +154,46 @@ class RequestRoutes:
         error_text: PayloadError | None = None
         for rank in range(world):
             try:
-                sent.append(self._pack(all_asks[rank].get(me)))
+                sent.append(self._pack(all_queries[rank].get(me)))
             except PayloadError as error:
                 error_text = error
         errors: list[Any] = [None] * world
         dist.all_gather_object(errors, error_text)
         _raise_first(errors)
 
-        # The size of each message follows from the asks, which all ranks have.
+        # The size of each message follows from the queries, which all ranks have.
         sizes = [
             [
-                0 if ask is None else len(ask.places) * width * sum(end - begin for _, begin, end in ask.rows)
-                for ask in row
+                0 if query is None else len(query.places) * width * sum(end - begin for _, begin, end in query.rows)
+                for query in row
             ]
-            for row in ([asks.get(rank) for rank in range(world)] for asks in all_asks)
+            for row in ([queries.get(rank) for rank in range(world)] for queries in all_queries)
         ]
         received = _exchange(sent, sizes, me)
         self.bytes_received = sum(len(part) for rank, part in enumerate(received) if rank != me)
         result = [torch.zeros(end - begin, len(layers), topk, dtype=dtype) for _, begin, end in pieces]
-        for rank, ask in all_asks[me].items():
+        for rank, query in all_queries[me].items():
             start = 0
-            for number, (_, begin, end) in zip(ask.pieces, ask.rows):
-                size = (end - begin) * len(ask.places) * width
+            for number, (_, begin, end) in zip(query.pieces, query.rows):
+                size = (end - begin) * len(query.places) * width
                 values = received[rank][start : start + size].view(dtype)
-                result[number][:, list(ask.layers)] = values.view(end - begin, len(ask.places), topk)
+                result[number][:, list(query.layers)] = values.view(end - begin, len(query.places), topk)
                 start += size
         return result
 
-    def _pack(self, ask: _Ask | None) -> Tensor:
+    def _pack(self, query: _Query | None) -> Tensor:
         """Return the rows that a rank requests, as bytes."""
-        if ask is None:
+        if query is None:
             return torch.empty(0, dtype=torch.uint8)
         parts = []
-        for request_id, begin, end in ask.rows:
+        for request_id, begin, end in query.rows:
             request = self._requests.get(request_id)
             if request is None:
                 raise PayloadError(
                     f"MRR802: rank {dist.get_rank()} has no routes of request {request_id}, but another rank of its engine "
                     "has some."
                 )
-            rows = request.routes[begin:end][:, list(ask.places)]
+            rows = request.routes[begin:end][:, list(query.places)]
             parts.append(rows.contiguous().view(-1).view(torch.uint8))
         return torch.cat(parts)
 
@@ -205,7 +205,7 @@ def _raise_first(values: Sequence[Any]) -> None:
             raise value
 
 
-def _asks(pieces: Sequence[Piece], layers: tuple[int, ...], engines: Sequence[Any], me: int) -> dict[int, _Ask]:
+def _queries(pieces: Sequence[Piece], layers: tuple[int, ...], engines: Sequence[Any], me: int) -> dict[int, _Query]:
     """Return rank -> this rank's request for its rows.
 
     Args:
@@ -215,7 +215,7 @@ def _asks(pieces: Sequence[Piece], layers: tuple[int, ...], engines: Sequence[An
     Raises:
         PayloadError: no rank of an engine has a layer.
     """
-    asks = {}
+    queries = {}
     for engine in dict.fromkeys(piece.ticket.engine for piece in pieces):
         numbers = [i for i, piece in enumerate(pieces) if piece.ticket.engine == engine and piece.end > piece.begin]
         rows = tuple((pieces[i].ticket.request_id, pieces[i].begin, pieces[i].end) for i in numbers)
@@ -231,8 +231,8 @@ def _asks(pieces: Sequence[Piece], layers: tuple[int, ...], engines: Sequence[An
             taken.setdefault(me if me in ranks else ranks[me % len(ranks)], []).append(layer)
         for rank, part in taken.items():
             places = tuple(map(engines[rank][1].index, part))
-            asks[rank] = _Ask(places, tuple(map(layers.index, part)), tuple(numbers), rows)
-    return asks
+            queries[rank] = _Query(places, tuple(map(layers.index, part)), tuple(numbers), rows)
+    return queries
 
 
 def _exchange(sent: Sequence[Tensor], sizes: Sequence[Sequence[int]], me: int) -> list[Tensor]:

@@ -16,7 +16,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -29,11 +29,58 @@ from megatron_router_replay.mcore.core.call import count_wrong
 from megatron_router_replay.mcore.model.upstream import DISPATCH_METHOD
 
 
+class TensorIdentity(NamedTuple):
+    """Identify a tensor that left a router, without the tensor: a forward that fails must not keep its graph.
+
+    Args:
+        storage: weak.
+        version: how often it was written to; a copy of an inference tensor, which counts nothing.
+    """
+
+    storage: weakref.ref[Any]
+    address: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    version: int | Tensor
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorIdentity:
+        """Return the identity of a tensor."""
+        return cls(
+            weakref.ref(tensor.untyped_storage()),
+            tensor.data_ptr(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            tensor.clone() if tensor.is_inference() else tensor._version,
+        )
+
+    def is_of(self, entering: Tensor) -> bool:
+        """Return whether a tensor is this memory, read alike."""
+        # Not the tensors, because autograd hands on aliases where a module has a full backward hook. While a storage lives,
+        # no different tensor can have its address.
+        same = entering.untyped_storage() is self.storage() and entering.data_ptr() == self.address
+        return same and (entering.shape, entering.stride(), entering.dtype) == (self.shape, self.stride, self.dtype)
+
+
+class Left(NamedTuple):
+    """Identify the outputs of a router's call, for its token dispatcher.
+
+    Args:
+        counter, used: arguments of `count_wrong`; None: the map is not verified.
+    """
+
+    routing_map: TensorIdentity
+    probs: TensorIdentity
+    counter: Any = None
+    used: Tensor | None = None
+
+
 class _Thread(threading.local):
     def __init__(self) -> None:
-        # Router -> its map as (weak storage, address, shape) and (stride, dtype, version), its probabilities likewise, and
-        # the arguments of `count_wrong` or None. Weak, because a forward that fails here must not keep its graph.
-        self.left: WeakKeyDictionary[Any, tuple[Any, Any, Any, Any, Any]] = WeakKeyDictionary()
+        self.left: WeakKeyDictionary[Any, Left] = WeakKeyDictionary()
+        """By router."""
 
 
 thread = _Thread()
@@ -105,21 +152,17 @@ def _check(dispatcher: Any, routing_map: Tensor, probs: Tensor) -> None:
                 "must call on; import megatron_router_replay.mcore before you wrap a method of the class."
             )
         return
-    for what, entering, (storage, address, shape), (stride, dtype, version) in (
-        ("another routing map", routing_map, *left[0:2]),
-        ("other probabilities", probs, *left[2:4]),
+    for what, entering, identity in (
+        ("another routing map", routing_map, left.routing_map),
+        ("other probabilities", probs, left.probs),
     ):
-        # Not the tensors, because autograd hands on aliases where a module has a full backward hook. While a storage lives,
-        # no different tensor can have its address.
-        same = entering.untyped_storage() is storage() and entering.data_ptr() == address
-        same = same and (entering.shape, entering.stride(), entering.dtype) == (shape, stride, dtype)
-        if not same or _is_written(entering, version):
+        same = identity.is_of(entering)
+        if not same or _is_written(entering, identity.version):
             raise ReplayStateError(
                 f"MRR415: {tape.layer_of(router)}: its token dispatcher got {what} than left the router"
                 f"{' (written in place)' if same else ''}. A hook, wrapper or module between the two may read both "
                 "tensors; it must hand them on, and not change or copy them."
             )
-    if left[4] is not None:
-        counter, used = left[4]
-        counter.add(maps=1)
-        count_wrong(counter, used, routing_map)
+    if left.used is not None:
+        left.counter.add(maps=1)
+        count_wrong(left.counter, left.used, routing_map)

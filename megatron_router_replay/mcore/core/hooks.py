@@ -23,7 +23,6 @@ Source: Megatron-Core 0.16.1 to 0.19.2, router.TopKRouter.routing and moe_utils.
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakSet
@@ -289,15 +288,12 @@ def _routing_hook(original: Any) -> Any:
             call.counter.add(forwards=1)
             call.source._on_routed(call)
         if sources or call is not None:
-            # Inline, because every call of every router would pay for a function. An inference tensor has no version.
+            verified = call if call is not None and call.counter.verify_entering else None
             try:
-                versions = [each.clone() if each.is_inference() else each._version for each in (routing_map, probs)]
-                dispatch.thread.left[self] = (
-                    (weakref.ref(routing_map.untyped_storage()), routing_map.data_ptr(), routing_map.shape),
-                    (routing_map.stride(), routing_map.dtype, versions[0]),
-                    (weakref.ref(probs.untyped_storage()), probs.data_ptr(), probs.shape),
-                    (probs.stride(), probs.dtype, versions[1]),
-                    (call.counter, call.used) if call is not None and call.counter.verify_entering else None,
+                dispatch.thread.left[self] = dispatch.Left(
+                    dispatch.TensorIdentity.of(routing_map),
+                    dispatch.TensorIdentity.of(probs),
+                    *(() if verified is None else (verified.counter, verified.used)),
                 )
             except NotImplementedError as error:  # tensors of torch.func have no storage
                 raise ReplayStateError(

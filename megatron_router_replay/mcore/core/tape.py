@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch.utils import _python_dispatch
@@ -149,21 +149,29 @@ before_run: Callable[[], None] = lambda: None  # noqa: E731
 """Called as each run begins: once `hooks` is imported, it checks that the hook on `TopKRouter` is installed."""
 
 
-def checkpoint_state() -> tuple[Run | None, bool, bool]:
-    """Return the recompute of this thread, whether it repeats calls, and whether it writes them.
+class CheckpointState(NamedTuple):
+    """Tell a recompute from a forward, for a router's call in this thread.
 
-    Returns:
-        The innermost recompute; None: there is none, or a backward runs inside it.
-        True: in a recompute or in a backward.
-        True: the innermost run is a forward run, which writes router calls.
+    Args:
+        recompute: the innermost one; None: there is none, or a backward runs inside it.
+        repeats: in a recompute or in a backward.
+        is_written: the innermost run is a forward run, which writes router calls.
     """
+
+    recompute: Run | None
+    repeats: bool
+    is_written: bool
+
+
+def checkpoint_state() -> CheckpointState:
+    """Return the CheckpointState of this thread."""
     # A number for every backward; -1: none runs in this thread.
     task, runs = torch._C._current_graph_task_id(), _thread.runs
     for run in reversed(runs):
         if run.reads:
             # A backward nested in a recompute makes router calls that are not on this tape.
-            return (run if run.task == task else None), True, run is not runs[-1]
-    return None, task != -1, bool(runs)
+            return CheckpointState(run if run.task == task else None, True, run is not runs[-1])
+    return CheckpointState(None, task != -1, bool(runs))
 
 
 def write(entry: Entry) -> None:

@@ -148,8 +148,7 @@ class Microbatches:
 
     def is_new_forward(self) -> bool:
         """Return whether what runs now is a forward of the session: no recompute, and not paused."""
-        _, repeats, _ = tape.checkpoint_state()
-        return not (self.num_pauses or repeats)
+        return not (self.num_pauses or tape.checkpoint_state().repeats)
 
     def follow(self, chunk: Chunk, inputs: ForwardInputs) -> None:
         """Find the rows of a forward's tokens, unless rows were given by hand."""

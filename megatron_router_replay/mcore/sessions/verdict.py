@@ -195,8 +195,8 @@ class RankJudgement:
         ordered, chances = [], []
         for compared, packed, loads in parts:
             length, num_sequences = compared.shape
-            columns = packed.reshape(length, num_sequences, packed.shape[1]).transpose(2, 1, 0)
-            columns = columns.reshape(packed.shape[1], length * num_sequences)
+            num, width = packed.shape  # named, because a micro-batch may have no rows
+            columns = packed.reshape(length, num_sequences, width).transpose(2, 1, 0).reshape(width, num)
             ordered.append(columns)
             chances.append((loads / max(1, int((columns[self._topk] >= 0).sum()))).astype(np.float32))
         columns, (live_chance, chance) = np.concatenate(ordered, axis=1), np.stack(chances, axis=1)
