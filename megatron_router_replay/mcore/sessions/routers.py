@@ -194,7 +194,7 @@ class SessionRouters:
             return f"{found}: the router got the class {name}, whose routing does not pass the hook"
         return ""
 
-    def count_problems(self, decisions: Decisions) -> list[str]:
+    def problems_in_counts(self, decisions: Decisions) -> list[str]:
         """Return the faults that the counts show, once they are read."""
         problems, states = [], self.states.values()
         # A layer of a user's own may call no dispatcher, so that nothing compared its maps.

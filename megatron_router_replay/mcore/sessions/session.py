@@ -182,7 +182,7 @@ class Session:
             problems += self._microbatches.problems()
         self._release()
         report = self.report
-        problems += self._routers.count_problems(report.decisions)
+        problems += self._routers.problems_in_counts(report.decisions)
         if self._microbatches is not None:
             problems = self._microbatches.finish(problems)
         if problems and self.kind == "replay":

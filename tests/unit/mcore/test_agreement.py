@@ -196,6 +196,15 @@ def test_noise_is_that_of_each_version_of_the_weights(has_versions):
     assert (evidence < EVIDENCE / 4) == has_versions == (found(compared)[0] == ""), evidence
 
 
+def test_the_first_row_of_a_trace_may_be_wrong():
+    scores, replayed = routes(1000)
+    trace = mrr.RoutingTrace(topk_indices=replayed.unsqueeze(1), layer_numbers=[1], num_experts=32)
+    compared = comparing(trace=trace)
+    replayed[:60] = other_rows(scores, replayed)[:60]
+    add(compared, scores, replayed, rows=torch.arange(1000))
+    assert compared.numbers()["wrong_rows"][0][0] == 0
+
+
 # ---- ranks
 def one_wrong_sample(seed, num_ranks):
     """Ranks of a session of 24 samples of 95 rows and one of padding; one sample of a micro-batch is of other tokens."""

@@ -196,3 +196,14 @@ def test_blocks_of_rows_do_not_show(monkeypatch):
     lost = [part_of(make_trace(50, layer_numbers=LAYERS), some, LAYERS) for some in rows]
     with pytest.raises(TraceError, match=r"1 of 50 rows are in no part.* the first are \[48\]"):
         merge_traces(lost)
+
+
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_a_row_without_a_route_has_distinct_experts_wherever_it_is(row):
+    mask = torch.arange(3) != row
+    part = RoutingTrace(
+        topk_indices=[[[6, 7]]] * 3, layer_numbers=[1], num_experts=8, replay_mask=mask, token_ids=[5, 6, 7]
+    )
+    part = part._with(topk_indices=torch.zeros_like(part.topk_indices).masked_fill(mask.view(-1, 1, 1), 1))
+    joined = merge_traces([part])
+    assert len(set(joined.topk_indices[row, 0].tolist())) == 2
