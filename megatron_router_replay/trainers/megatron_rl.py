@@ -68,7 +68,7 @@ def install(**options: Any) -> None:
     Args:
         options: of `mrr.replay`.
     """
-    # Wait until Megatron-RL is imported: other processes may import this module with a Megatron-Core that we do not know.
+    # Wait until Megatron-RL is imported: a process that does not run it may have a Megatron-Core without these functions.
     when_imported(RL, lambda module: _hook_all(options))
 
 
@@ -245,7 +245,7 @@ class _Collection:
         return _ids(self.tokenizer.tokenize(turn) if isinstance(turn, str) else turn)
 
     def _pieces(self, row: _Row) -> Iterator[Piece]:
-        """Yield the parts of a row's routes. A later turn reads earlier ones again; a token keeps its first routes."""
+        """Yield the parts of a row's routes. A turn has the tokens of earlier turns again; a token keeps its first routes."""
         tickets, turns = self._tickets[row.rollout], self._rollouts[row.rollout].trajectory
         end = 0
         for turn, ticket in enumerate(tickets):
@@ -263,7 +263,7 @@ class _Collection:
         experts, topk, layers = config.num_moe_experts, config.moe_router_topk, list(_routed_layers(self.model))
         pieces = [(i, piece) for i, row in enumerate(rows) for piece in self._pieces(row)]
         parts = _store.fetch([piece for _, piece in pieces], layers, topk=topk, num_experts=experts)
-        # A trace needs a sample: if all rows of a rank are padding, one of a padding token, without routes.
+        # A trace needs a sample: if all rows of this rank are padding, it is a single padding token without routes.
         tokens = [self._tokens(row) for row in rows] or [torch.tensor([self.tokenizer.pad])]
         routes = [torch.zeros(len(ids), len(layers), topk, dtype=index_dtype(experts)) for ids in tokens]
         masks = [torch.zeros(len(ids), dtype=torch.bool) for ids in tokens]
@@ -331,9 +331,7 @@ def _log_probs(original: Any, *args: Any, **kwargs: Any) -> Any:
     replay.options = {"padding_token_ids": [collection.tokenizer.pad], **replay.options}
     replay.enter_trace(lambda: collection.trace(given["packing_context"]), are_trained=True)
     _LOG.info("%d bytes of routes came from other ranks", _store.bytes_received)
-    with replay.in_session(
-        given["model"]
-    ):  # one session for all: in a micro-batch of padding alone nothing is replayed
+    with replay.in_session(given["model"]):  # for all micro-batches together: one may be all padding
         return original(*args, **kwargs)
 
 

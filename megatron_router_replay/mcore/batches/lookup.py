@@ -1,8 +1,8 @@
 """Find the trace rows of a forward by the inputs of its model chunk, on the host.
 
-once a trace          samples_of        its samples, in the order of their tokens
+once a trace          samples_of        its samples, sorted by their tokens
 once a micro-batch    RowLookup.find    the call's tokens -> segments -> samples -> rows
-                      number_tokens     of a recording: the call's tokens -> segments -> samples of their own
+                      number_tokens     of a recording: the call's tokens -> segments -> new samples, numbered
 
 A segment is one sequence of a forward with its padding. A `Reading` says where in a segment the sample begins, how many of
 its tokens are known, and in which trace row the first one is.
@@ -156,7 +156,7 @@ class RowLookup:
             raw = replace(raw, stop=np.minimum(raw.stop, raw.begin + lengths))
         readings = self._read(raw, tokens, where)
         start, count, row, live = _columns(readings)
-        # Packing removes padding on the left, and may cut a sequence on the right. Rows that were split keep theirs.
+        # Packing removes padding on the left, and may cut a sequence on the right. Rows that were split keep both.
         offset = (raw.start - raw.begin + start) * (inputs.bounds is None and raw.total == segments.total)
         lengths = lengths - offset
         count = np.minimum(count, lengths)
@@ -235,7 +235,7 @@ class RowLookup:
             return problem
         end = int(segments.end[number])
         if segments.is_bounded and not best.is_whole and stop < end and (tokens[stop:end] != tokens[stop]).any():
-            # The tokens after the end may continue the sample: masked by mistake. A run of one token is padding all the same.
+            # If different tokens after the end continue the sample, they were masked by mistake; equal ones are padding.
             number_known = samples.num_known(keys[4 * start : 4 * end])
             if number_known > best.known:
                 return misfit.of_masked_tokens(names, best, number_known - best.known)
@@ -277,7 +277,7 @@ def _columns(readings: list[Reading]) -> Any:
 
 
 def _jumps_inside(rows: Any, jumps: Any) -> bool:
-    # Tokens with rows r and r + 1 are neighbours in a sample, so their position_ids must not jump.
+    # Jumps are inside of segments, and a segment has one sample, so tokens with neighbouring rows may not jump.
     return bool(((rows[jumps] > 0) & (rows[jumps] == rows[jumps - 1] + 1)).any())
 
 

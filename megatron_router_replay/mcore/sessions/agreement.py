@@ -35,7 +35,7 @@ ALL = -1
 """In place of a layer's position: all layers are compared."""
 
 _num_microbatches: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-"""Innermost module of a chunk -> micro-batches that it ran, which choose the compared layer in turn."""
+"""Innermost module of a chunk -> number of micro-batches that it ran; the number chooses the layer to compare."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +45,7 @@ class LiveAgreement:
     Args:
         layers: layer number -> its sums over this session.
         num_layers: layers that replay.
-        block: the neighbouring rows with most evidence that they are those of other tokens.
+        block: the neighbouring rows with the strongest evidence of a fault.
         rows_apart: single rows without an expert near the live router's choice.
     """
 
@@ -115,7 +115,7 @@ class Agreement:
     ) -> None:
         self.topk, self.num_experts, self.num_layers = topk, num_experts, num_layers
         self.every_layer, self.rank, self.trace = every_layer, rank, trace
-        # An expert that is replayed counts as near in the best `width`: with few experts, half of them.
+        # A replayed expert counts as near if it is among the live router's best `width`, at most half of all experts.
         self.width = min(2 * topk, max(topk + 1, num_experts // 2))
         self._stream: Any = None
         self._row_sharing = (0, 1, 0)
@@ -168,13 +168,13 @@ class Agreement:
         if self._stream is None:
             self._stream = current_stream(scores.device)
         elif (stream := current_stream(scores.device)) != self._stream:
-            stream.wait_stream(self._stream)  # a wait for the last stream is one for all
+            stream.wait_stream(self._stream)  # so that waiting for the last stream is enough
             self._stream = stream
         self._compared.append(ComparedLayer(key, layer, microbatch.shape, microbatch.rows, packed, loads))
         self._numbers = None
 
     def _to_host(self) -> None:
-        """Copy what earlier micro-batches compared to the host, without a wait."""
+        """Copy the comparisons of earlier micro-batches to the host, without a wait."""
         waiting = self._compared[self._num_on_host :]
         if waiting and self._stream is not None:
             on_device = [each.packed for each in waiting]
