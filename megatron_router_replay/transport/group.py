@@ -115,6 +115,7 @@ class Connections:
         self._meetings = 0
         self._deadline = 0.0
         self._is_over = Event()
+        self._beating = Thread(target=self._beat, name="routes-beat", daemon=True)
         # At most some thousand requests a second come to the store, whatever the number of processes.
         self._meeting_poll_s = max(0.01, len(members) / 1000)
 
@@ -132,7 +133,7 @@ class Connections:
             times_joined = self._store.add(f"joined/{self._rank}", 1)
         if times_joined > 1:
             raise TransportError(f"MRR602: {self.member} is one too many: this name was used before, take a new one.")
-        Thread(target=self._beat, name="routes-beat", daemon=True).start()
+        self._beating.start()
         with self.failing_all():
             self._connect(json.dumps(terms), timeout)
 
@@ -306,6 +307,9 @@ class Connections:
     def fail(self, text: str) -> str:
         """End the transport in all processes; returns the words of the process that failed first. Any thread may call it."""
         self._is_over.set()
+        if self._beating.is_alive():
+            # A thread that comes back from C++ while the interpreter ends would abort the process.
+            self._beating.join(_TOGETHER_S)
         with suppress(RuntimeError):  # the store may be closed
             text = self._store.compare_set("failed", "", text).decode()
         if self._group is not None and self._is_own_group:
