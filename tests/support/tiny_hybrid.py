@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megatron_router_replay.testing import ParallelSizes
 from megatron_router_replay.testing.global_parameters import load_global_parameters
+from megatron_router_replay.testing.packed_attention import PackedAttention
 from tests.support.tiny_gpt import random_parameter
 
 
@@ -27,7 +28,13 @@ class CausalMean(nn.Module):
 
 
 def build_tiny_hybrid(
-    config: Any, layout: ParallelSizes, pattern: str, *, vocab_size: int = 320, seed: int = 1234
+    config: Any,
+    layout: ParallelSizes,
+    pattern: str,
+    *,
+    vocab_size: int = 320,
+    seed: int = 1234,
+    small_attention: bool = False,
 ) -> list[Any]:
     """Return this rank's HybridModel as a list of one chunk, in training mode; weights as of `build_tiny_gpt`.
 
@@ -38,6 +45,7 @@ def build_tiny_hybrid(
             stage, `/` begins an MTP layer: `*E|ME/*E`. A GPT model of two layers is `*E*E`.
         vocab_size: a multiple of tp_size.
         seed: of the weights.
+        small_attention: `PackedAttention`, which packed sequences need.
     """
     from megatron.core import parallel_state
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -60,6 +68,8 @@ def build_tiny_hybrid(
     whole = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
     ).submodules
+    if small_attention:
+        whole.self_attention.submodules.core_attention = PackedAttention
     attention = TransformerLayerSubmodules(
         input_layernorm=whole.input_layernorm,
         self_attention=whole.self_attention,

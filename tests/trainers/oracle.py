@@ -344,14 +344,20 @@ def watched(chunks: list[Any], route_of: dict[int, Tensor]) -> Iterator[Seen]:
                     expected[route_of[token][router.layer_number - 1].long()] = True
                     seen.count(phase, not torch.equal(expected, chosen))
 
-        def plan(
-            *args: Any, model: Any = model, build: Any = model.build_schedule_plan, enter: Any = enter, **kwargs: Any
-        ) -> Any:
-            enter(model, args, kwargs)  # its layers run later, and not in a forward of the model
-            return build(*args, **kwargs)
+        if hasattr(model, "build_schedule_plan"):  # a HybridModel has none
 
-        model.build_schedule_plan = plan
-        undo.append((model, "build_schedule_plan"))
+            def plan(
+                *args: Any,
+                model: Any = model,
+                build: Any = model.build_schedule_plan,
+                enter: Any = enter,
+                **kwargs: Any,
+            ) -> Any:
+                enter(model, args, kwargs)  # its layers run later, and not in a forward of the model
+                return build(*args, **kwargs)
+
+            model.build_schedule_plan = plan
+            undo.append((model, "build_schedule_plan"))
         handles += [model.register_forward_pre_hook(enter, with_kwargs=True), model.register_forward_hook(leave)]
         handles += [router.register_forward_hook(routed) for router in routers]
     nobody_asks = mock.patch.dict(inspect.unwrap(mrr.replay).__kwdefaults__, min_agreement=MIN_AGREEMENT)

@@ -6,11 +6,16 @@ from typing import Any
 
 from megatron_router_replay.testing import ParallelSizes
 from tests.support.tiny_gpt import build_tiny_gpt, tiny_gpt_config
+from tests.support.tiny_hybrid import build_tiny_hybrid
 from tests.trainers.oracle import EXPERTS, LAYERS, TOPK, VOCAB
 
 
-def build(layout: ParallelSizes, **options: Any) -> list[Any]:
-    """Return this rank's chunks, in Megatron's DistributedDataParallel; layer 1 of 4 is dense."""
+def build(layout: ParallelSizes, *, pattern: str | None = None, **options: Any) -> list[Any]:
+    """Return this rank's chunks, in Megatron's DistributedDataParallel; layer 1 of 4 is dense.
+
+    Args:
+        pattern: of the 4 layers of a HybridModel; see `build_tiny_hybrid`.
+    """
     layout.initialize()
     options = {"variable_seq_lengths": layout.pp_size > 1, "moe_layer_freq": [0, 1, 1, 1], **options}
     config = tiny_gpt_config(
@@ -20,7 +25,10 @@ def build(layout: ParallelSizes, **options: Any) -> list[Any]:
         moe_router_topk=TOPK,
         **options,
     )
-    chunks = build_tiny_gpt(config, layout, vocab_size=VOCAB, small_attention=True)
+    if pattern is None:
+        chunks = build_tiny_gpt(config, layout, vocab_size=VOCAB, small_attention=True)
+    else:
+        chunks = build_tiny_hybrid(config, layout, pattern, vocab_size=VOCAB, small_attention=True)
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     ddp = DistributedDataParallelConfig(overlap_grad_reduce=False, use_distributed_optimizer=False)

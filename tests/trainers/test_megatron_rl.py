@@ -29,6 +29,9 @@ CASES = {
     "pp2 full": (PP2, FULL, {}),
     "pp2 packed moe": (PP2, MOE, PACKED),
     "pp2, no router in the first stage": (PP2, {"dense": 2}, {}),
+    "hybrid": (ONE, {"pattern": "*E*E"}, {}),
+    "hybrid dp2 ep2 packed full": (EP2, FULL | {"pattern": "*EEM"}, PACKED),
+    "hybrid pp2 packed": (PP2, {"pattern": "*E|*E"}, PACKED),
 }
 
 

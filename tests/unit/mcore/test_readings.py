@@ -71,11 +71,18 @@ def test_padding_alone_is_padding_whatever_samples_there_are() -> None:
     assert (session.report.rows_replayed, session.report.rows_padding) == (1, 5)
 
 
+def later_stage(hidden: tuple[int, int], cp: Any = None) -> Any:
+    """A stage with hidden states [s, b]."""
+    return SimpleNamespace(
+        pre_process=False,
+        decoder=SimpleNamespace(input_tensor=torch.zeros(*hidden, 8)),
+        config=SimpleNamespace(sequence_parallel=False),
+        pg_collection=SimpleNamespace(cp=cp),
+    )
+
+
 def test_ids_of_other_sequences_than_a_later_stage_computes_raise() -> None:
-    decoder = SimpleNamespace(input_tensor=torch.zeros(5, 1, 8))
-    config, groups = SimpleNamespace(sequence_parallel=False), SimpleNamespace(cp=None)
-    stage: Any = SimpleNamespace(pre_process=False, decoder=decoder, config=config, pg_collection=groups)
-    trace = trace_of([[5, 6, 7], [5, 8]])
+    stage, trace = later_stage((5, 1)), trace_of([[5, 6, 7], [5, 8]])
 
     def rows(cu_seqlens: list[int], padding: list[int] | None = None, raw: Any = ([5, 6, 7], [5, 8, 0])) -> Any:
         lookup = RowLookup(trace, padding_token_ids=padding, cp_partition_mode=None)
@@ -89,21 +96,41 @@ def test_ids_of_other_sequences_than_a_later_stage_computes_raise() -> None:
     assert rows([0, 3, 5], raw=longer) == [[0, 1, 2, 3, 4]], "two tokens of padding that nobody declared"
     assert rows([0, 3, 5], [0], raw=([0, 5, 6, 7], [0, 0, 5, 8])) == [[0, 1, 2, 3, 4]], "padded on the left"
     assert rows([0, 3, 5], [0], raw=([5, 6, 7, 9], [5, 8, 0, 0])) == [[0, 1, 2, 3, 4]], "cut before an appended token"
+    assert rows([0, 2, 4], [0]) == [[0, 1, 3, 4, -1]], "the first sequence was cut before its last token"
     with pytest.raises(LayoutError, match=r"MRR201: here: .* input_ids of 2 sequences and computes 1"):
         rows([0, 5])
 
 
+def test_a_token_appended_to_a_sample_is_routed_live_on_a_later_stage_too() -> None:
+    """Its row is -1, as that of padding, so only the mask of padding tells them apart."""
+    lookup = RowLookup(trace_of([[5, 6, 7], [5, 8]]), padding_token_ids=[0], cp_partition_mode=None)
+
+    def padding(raw: Any, hidden: tuple[int, int], **inputs: Any) -> Any:
+        found = lookup.find(later_stage(hidden), ForwardInputs(input_ids=torch.tensor(raw), **inputs), "here")
+        return None if found.padding is None else found.padding.int().tolist()
+
+    packed = {"packed_seq_params": SimpleNamespace(cu_seqlens_q=torch.tensor([0, 4, 7]))}
+    raw = [[5, 6, 7, 9], [5, 8, 0, 0]]
+    assert padding(raw, (9, 1), **packed) == [[0, 0, 0, 0, 0, 0, 1, 1, 1]]
+    raw = [[0, 5, 6, 7, 9], [0, 0, 5, 8, 9]]
+    assert padding(raw, (9, 1), **packed) == [[0, 0, 0, 0, 0, 0, 0, 1, 1]], "packing took padding on the left away"
+    packed = {"packed_seq_params": SimpleNamespace(cu_seqlens_q=torch.tensor([0, 3, 6]))}
+    assert padding(raw, (6, 1), **packed) is None, "the first sequence was cut before its appended token"
+    lengths = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 3, 5]), cu_seqlens_q_padded=torch.tensor([0, 4, 8]))
+    assert padding(raw, (8, 1), packed_seq_params=lengths) == [[0, 0, 0, 1, 0, 0, 1, 1]], (
+        "lengths without padding decide"
+    )
+
+
 def test_rows_that_context_parallelism_has_split_are_where_they_were_in_the_raw_ids() -> None:
     """A later stage gets whole rows, padded on the left, and computes its part of each."""
-    decoder = SimpleNamespace(input_tensor=torch.zeros(4, 2, 8))
-    config = SimpleNamespace(sequence_parallel=False)
-    trace, found = trace_of([[5, 6, 7], [5, 8]]), []
+    trace: Any = trace_of([[5, 6, 7], [5, 8]])
+    found: list[Any] = []
     for rank in range(2):
         group = SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank)
-        stage: Any = SimpleNamespace(
-            pre_process=False, decoder=decoder, config=config, pg_collection=SimpleNamespace(cp=group)
-        )
         lookup = RowLookup(trace, padding_token_ids=[0], cp_partition_mode="contiguous")
-        ids = torch.tensor([[0, 0, 0, 5, 6, 7, 0, 0], [5, 8, 0, 0, 0, 0, 0, 0]])
-        found.append(lookup.find(stage, ForwardInputs(input_ids=ids), "here").rows)
-    assert torch.cat(found, dim=1).tolist() == [[-1, -1, -1, 0, 1, 2, -1, -1], [3, 4, -1, -1, -1, -1, -1, -1]]
+        ids = torch.tensor([[0, 0, 0, 5, 6, 7, 9, 0], [5, 8, 0, 0, 0, 0, 0, 0]])
+        found.append(lookup.find(later_stage((4, 2), group), ForwardInputs(input_ids=ids), "here"))
+    rows, padding = (torch.cat([getattr(each, name) for each in found], dim=1) for name in ("rows", "padding"))
+    assert rows.tolist() == [[-1, -1, -1, 0, 1, 2, -1, -1], [3, 4, -1, -1, -1, -1, -1, -1]]
+    assert padding.int().tolist() == [[1, 1, 1, 0, 0, 0, 0, 1], [0, 0, 1, 1, 1, 1, 1, 1]], "9 was appended"
