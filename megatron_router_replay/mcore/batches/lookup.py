@@ -302,7 +302,7 @@ def number_tokens(reader: TokenReader, module: nn.Module, inputs: ForwardInputs,
     if reader.padding_token_ids is None and not segments.is_bounded:
         # Whether a last token is padding is not to be seen, and a wrong guess makes a wrong trace: the caller decides.
         what = ""
-        if segments.searches_left and segments.shape[0] > 1:
+        if segments.shape[0] > 1:
             what = f"input_ids {list(segments.shape)} are rows of a batch, which may be padded"
         elif _ends_in_equal_tokens(segments, tokens):
             what = "sequences begin or end with several equal tokens, which may be padding"
@@ -314,7 +314,6 @@ def number_tokens(reader: TokenReader, module: nn.Module, inputs: ForwardInputs,
     start, stop, _ = _limits(segments, tokens, reader.padding_token_ids or ())
     count = stop - start
     count[start > stop] = 0  # padding alone
-    start = np.minimum(start, stop)
     rows, padding = segments.rows(start, count, count.cumsum() - count, np.zeros_like(count))
     rank = 0 if group is None else group.rank()
     return RowInputs(

@@ -269,7 +269,7 @@ def model_cases(seed: int = 0, **sizes: Any) -> list[Case]:
 
     def longer(trace: mrr.RoutingTrace) -> mrr.RoutingTrace:
         parts = list(trace.samples())
-        parts[4] = parts[4][:-7].with_samples((48,))
+        parts[4] = parts[4].gather_rows(slice(0, 48)).with_samples((48,))
         return mrr.concat_traces(parts)
 
     def more_tokens() -> Traces:
