@@ -246,7 +246,7 @@ def show_faults(networks: Sequence[Network]) -> None:
             says = outcome(compared(shape, scores, wrong)).says
             count[shape.name] += says == "raises"
             rotating[shape.name] += outcome(compared(shape, scores, wrong, microbatches=8)).says == "raises"
-            dose = "" if fault.most is None else f" ({least_dose(fault, shape, (scores, right, foreign))})"
+            dose = "" if fault.most is None else f" ({least_dose(fault, shape, (scores, right, foreign)) or 'never'})"
             cells.append(f"{says or 'nothing'}{dose}")
         print(f"| {fault.name} | {fault.tracker} | " + " | ".join(cells) + " |", flush=True)
     for name, of_shapes in (("of 21 raise", count), ("of 21 raise, one sample a micro-batch", rotating)):

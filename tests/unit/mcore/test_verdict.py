@@ -1,0 +1,187 @@
+"""Findings of a rank and of all ranks, at their limits: rows packed by hand, no router around them."""
+
+import numpy as np
+import pytest
+import torch
+
+import megatron_router_replay as mrr
+from megatron_router_replay.mcore.sessions.blocks import EVIDENCE
+from megatron_router_replay.mcore.sessions.verdict import (
+    ComparedLayer,
+    Finding,
+    Part,
+    RankJudgement,
+    Sums,
+    judge,
+)
+
+EXPERTS, TOPK = 64, 4
+OUTSIDE, LIVE = 0, 2
+
+
+def compared(wrong=(), *, num=200, layer=1, number=0, sequences=1, rows=None, experts=None, first=None):
+    """A compared layer, its rows counted sequence after sequence: each wrong row is evidence of 6, a right one of -6.
+
+    Args:
+        rows: of the trace.
+        experts: [num, topk], replayed.
+        first: [num], the expert that the live router ranks first; -1: the row is not replayed.
+    """
+    is_wrong = np.isin(np.arange(num), list(wrong))
+    experts = np.tile(np.arange(TOPK), (num, 1)) if experts is None else experts
+    first = np.arange(num) // EXPERTS if first is None else first
+    second = np.where(first >= 0, np.arange(num) % EXPERTS, -1)  # each row is of a kind of its own
+    levels = np.where(is_wrong, OUTSIDE, LIVE)[:, None]
+    packed = np.concatenate([3 * experts + levels, first[:, None], second[:, None]], 1).astype(np.int16)
+
+    def s_major(values):
+        return values.reshape(sequences, num // sequences, -1).transpose(1, 0, 2).reshape(num, -1)
+
+    rows = None if rows is None else torch.from_numpy(s_major(np.asarray(rows)).ravel())
+    loads = np.full((2, EXPERTS), num * 0.05)
+    shape = num // sequences, sequences
+    return ComparedLayer((0, number), layer, shape, rows, torch.empty(0), torch.empty(0)), s_major(packed), loads
+
+
+def judgement(*parts, trace=None):
+    return RankJudgement(parts, topk=TOPK, num_experts=EXPERTS, rank=3, trace=trace)
+
+
+def texts(*parts, trace=None):
+    """Return what is said of blocks, by evidence."""
+    findings = sorted(judgement(*parts, trace=trace).findings, reverse=True)
+    return [finding.text for finding in findings if "routes of other tokens" in finding.text]
+
+
+def trace_of(num):
+    routes = torch.rand(num, 1, EXPERTS, generator=torch.Generator().manual_seed(0)).topk(TOPK).indices
+    return mrr.RoutingTrace(topk_indices=routes, layer_numbers=[1], num_experts=EXPERTS)
+
+
+def numbers(**values):
+    nothing = {"replica": 0, "layers": {}, "findings": [], "parts": [], "trace": "a trace", "wrong_rows": []}
+    return nothing | values
+
+
+# ---- a rank
+@pytest.mark.parametrize(("num_wrong", "raises"), [(11, False), (12, True)])
+def test_twelve_kinds_of_rows_are_the_least_that_raise(num_wrong, raises):
+    found = judgement(compared(range(num_wrong), rows=range(200)), trace=trace_of(200))
+    assert [finding.evidence for finding in found.findings] == [6.0 * num_wrong]
+    assert found.wrong_rows == ([[0, 12]] if raises else [])
+    assert bool(judge([numbers(findings=found.findings)], 0.25).problems) == raises
+
+
+@pytest.mark.parametrize(("num_wrong", "raises"), [(19, False), (20, True)])
+def test_twenty_single_rows_are_the_least_that_raise(num_wrong, raises):
+    wrong = range(7, 4000, 200)[:num_wrong]  # 0.5 % of all rows
+    found = judgement(compared(wrong, num=4000, rows=range(4000)), trace=trace_of(4000))
+    single = [finding for finding in found.findings if "single rows" in finding.text]
+    assert [finding.evidence for finding in single] == [EVIDENCE] * raises * 2, "of the layer, and of all layers"
+    assert found.wrong_rows == [[row, row + 1] for row in wrong] * raises
+    assert found.rows_apart == num_wrong
+
+
+def test_single_rows_of_several_layers_add_up():
+    two = [compared(range(7 + 40 * layer, 2000, 200), num=2000, layer=layer) for layer in (1, 2)]
+    (single,) = (finding for finding in judgement(*two).findings if "single rows" in finding.text)
+    assert single.text.startswith("rank 3, 2 layers: 20 single rows")
+    assert single.evidence == EVIDENCE, "20 of 20 that noise may give"
+
+
+def test_the_only_row_of_a_layer_agrees_as_by_chance():
+    part, packed, loads = compared(num=4, first=np.array([0, -1, -1, -1]))
+    loads[:] = np.arange(EXPERTS) < TOPK
+    assert judgement((part, packed, loads)).sums[1] == Sums(1.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def test_the_number_of_blocks_is_said_of_several():
+    (one,) = texts(compared(range(20, 40)))
+    assert one == "rank 3, chunk 0, micro-batch 0, sequence 0, positions 20 to 39, layer 1: routes of other tokens"
+    (two,) = texts(compared([*range(20, 40), *range(100, 150)]))
+    assert two.startswith("rank 3, chunk 0, micro-batch 0, sequence 0, positions 100 to 149, ")
+    assert two.endswith(" (2 such blocks)")
+
+
+def test_rows_have_no_name_in_a_trace_if_they_are_unknown():
+    assert "sequence 0, positions 20 to 39, layer 1" in texts(compared(range(20, 40)), trace=trace_of(200))[0]
+
+
+ALONE = "; the other layers of these tokens are right"
+
+
+def test_the_other_layers_are_right_only_if_all_of_them_in_these_rows_are():
+    wrong, rows, others = range(20, 40), range(200), range(200, 400)
+    elsewhere = compared(layer=3, number=1, rows=others)
+    by_layer = compared(wrong, rows=rows), compared(layer=2, rows=rows), elsewhere
+    assert ALONE in texts(*by_layer, trace=trace_of(400))[0]
+    both = texts(compared(wrong, rows=rows), compared(wrong, layer=2, rows=rows), trace=trace_of(400))
+    assert len(both) == 3, "two layers, and both together"
+    assert not [text for text in both if ALONE in text]
+    (alone,) = texts(compared(wrong, rows=rows), elsewhere, trace=trace_of(400))
+    assert ALONE not in alone, "no other layer was compared in these rows"
+
+
+def test_a_stream_that_moved_is_searched_for_in_its_sequence_of_the_first_layer():
+    """The first layer was compared alone in a micro-batch too, and the block begins with its sequence."""
+    first = np.random.default_rng(0).integers(0, 60, 200)
+    experts = np.stack([first, *(np.full(200, expert) for expert in (61, 62, 63))], 1)
+    late = experts.copy()
+    late[100:160, 0] = first[93:153]
+    of_rows = {"experts": experts, "first": first, "sequences": 2}
+    of_late = {"experts": late, "first": first, "sequences": 2}
+    parts = [compared(layer=layer, **of_rows) for layer in (1, 2)]
+    parts += [compared(layer=1, number=1, **of_rows)]
+    parts += [compared(range(100, 160), layer=layer, number=2, **of_late) for layer in (1, 2)]
+    place = "rank 3, chunk 0, micro-batch 2, sequence 1, positions 0 to 59, "
+    assert f"{place}layers 1, 2: routes of other tokens; they fit the tokens 7 places before them" in texts(*parts)
+
+
+def test_parts_of_sequences_are_the_clearest_first_with_their_rows():
+    wrong = [*range(20, 24), *range(130, 142)]
+    rows = [*range(0, 200, 2), *range(200, 300)]
+    small, large = 4 * 6.0, 12 * 6.0
+    parts = judgement(compared(wrong, sequences=2, rows=rows), trace=trace_of(300)).parts(5)
+    assert [(part.name, part.evidence, part.rows) for part in parts] == [
+        ("5 0.0.1 [1]", large, [[230, 242]]),
+        ("5 0.0.0 [1]", small, [[40, 41], [42, 43], [44, 45], [46, 47]]),
+    ]
+    assert [sum(part.by_kind.values()) for part in parts] == [large, small]
+
+
+# ---- all ranks
+def test_a_layer_is_judged_from_128_decisions_on_and_raises_or_warns_below_a_limit():
+    assert Sums(100, 31.75, 127, 31.75, 127).judged is None
+    at_limits = {1: Sums(100, 32, 128, 32, 128), 2: Sums(100, 64, 128, 64, 128)}
+    assert judge([numbers(layers=at_limits)], 0.25)[:2] == (
+        [],
+        ["the live router agrees little with the replayed routes: layers 1: 25%"],
+    )
+    assert (
+        "less than min_agreement=0.26 in 1 of 2 layers (1: 25%" in judge([numbers(layers=at_limits)], 0.26).problems[0]
+    )
+
+
+@pytest.mark.parametrize("agreement", [0.1, 0.4])
+def test_several_replicas_say_the_same_once(agreement):
+    layers = {1: Sums(100, 100 * agreement, 200, 200 * agreement, 200)}
+    told = judge([numbers(replica=replica, layers=layers) for replica in range(3)], 0.25)
+    assert (len(told.problems), len(told.warnings)) == ((1, 0) if agreement < 0.25 else (0, 1))
+
+
+def test_parts_raise_from_the_evidence_of_a_block_on():
+    """Twice 43.5 less what noise rises on one of two ranks, 15, is 72."""
+    for value, raises in ((3.5, False), (3.625, True)):
+        parts = [
+            Part("0 0.0.0 [1]", 12 * value, {f"{rank} {kind}": value for kind in range(12)}, "these rows", [[rank, 9]])
+            for rank in range(2)
+        ]
+        told = judge([numbers(parts=[part]) for part in parts], 0.25)
+        assert bool(told.problems) == raises
+        assert told.wrong_rows == ({"a trace": [[0, 9], [1, 9]]} if raises else {})
+
+
+def test_a_finding_raises_from_its_evidence_on():
+    assert judge([numbers(findings=[Finding(71.9, "rows")])], 0.25).problems == []
+    (problem,) = judge([numbers(findings=[Finding(72.0, "rows")])], 0.25).problems
+    assert problem.startswith("rows. The log-likelihood ratio is 72, 72 raises")
