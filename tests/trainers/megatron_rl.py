@@ -26,6 +26,7 @@ import typing_extensions
 from torch import Tensor
 
 from megatron_router_replay.testing import ParallelSizes
+from megatron_router_replay.testing.packed_attention import row_positions
 from megatron_router_replay.trainers import megatron_rl
 from megatron_router_replay.trainers.request_routes import RequestRoutes
 from tests.trainers import oracle, small_model
@@ -171,7 +172,9 @@ def generate(modules: SimpleNamespace, chunks: list[Any], requests: list[list[Tu
     interface._inference_engine = engine
     assert modules.rl.get_inference_interface(None, None, chunks) is interface
     RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)  # and nobody ends it
-    replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    # Context-parallel ranks have engines of their own, as Megatron-LM builds its inference model without this parallelism.
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     records = []
     for i, turns in enumerate(requests):
         for k, turn in enumerate(turns):
@@ -254,6 +257,8 @@ def step(
         modules.globals._GLOBAL_TOKENIZER = tokenizer
         prepare_globals()
         with oracle.watched(chunks, route_of) as seen, ExitStack() as stack:
+            transformer_engine = SimpleNamespace(thd_get_partitioned_indices=partitioned_indices)
+            stack.enter_context(mock.patch.multiple(modules.rl, create=True, HAVE_TEX=True, tex=transformer_engine))
             groups, ledger = generate(modules, chunks, requests, other_tokens=flags["other_tokens"])
             compute = modules.rl.compute_logprobs_batch
 
@@ -311,6 +316,12 @@ def build(layout: ParallelSizes, *, dense: int = 1, **options: Any) -> list[Any]
     (chunk,) = small_model.build(layout, moe_enable_routing_replay=True, moe_layer_freq=frequency, **options)
     chunk.module = HalfPrecision(chunk.module)
     return [chunk]
+
+
+def partitioned_indices(cu_seqlens: Tensor, length: int, cp_size: int, cp_rank: int) -> Tensor:
+    """Return the positions of a context-parallel rank, as Transformer Engine's `thd_get_partitioned_indices` does."""
+    sequence, position = row_positions(length, cp_rank=cp_rank, cp_size=cp_size, cu_seqlens=cu_seqlens)
+    return cu_seqlens[sequence] + position
 
 
 def prepare_globals() -> None:

@@ -11,10 +11,11 @@ from tests.trainers import megatron_rl, oracle
 from tests.trainers.sources import check_renames
 
 MOE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
-ONE, EP2, TP2, PP2 = (
+ONE, EP2, TP2, CP2, PP2 = (
     ParallelSizes(),
     ParallelSizes(ep_size=2),
     ParallelSizes(tp_size=2),
+    ParallelSizes(cp_size=2),
     ParallelSizes(pp_size=2),
 )
 PACKED, TWO = {"packs": True}, {"steps": 2}
@@ -26,6 +27,8 @@ CASES = {
     "dp2 ep2 full": (EP2, FULL, {}),
     "dp2 ep2 packed moe two steps": (EP2, MOE, PACKED | TWO),
     "tp2 packed full": (TP2, FULL, PACKED),
+    "cp2 full": (CP2, FULL, {}),
+    "cp2 packed two steps": (CP2, {}, PACKED | TWO),
     "pp2 full": (PP2, FULL, {}),
     "pp2 packed moe": (PP2, MOE, PACKED),
     "pp2, no router in the first stage": (PP2, {"dense": 2}, {}),
@@ -53,7 +56,7 @@ def test_every_decision_is_the_engines(case, folder, on_ranks):
     assert all(sum(part["train"][0] for part in counts[2:]) > 0 for counts, *_ in ranks)
     # Rows of 3 layers and 4 experts, one byte an expert: a rank gets no more than it trains.
     assert all(received <= 73 * 3 * 4 for _, received, _ in ranks)
-    assert all((received > 0) == (layout.ep_size > 1) for _, received, _ in ranks)
+    assert all((received > 0) == (layout.ep_size * layout.cp_size > 1) for _, received, _ in ranks)
 
 
 def test_without_hooks_that_replay_no_decision_is_the_engines(folder, on_ranks):

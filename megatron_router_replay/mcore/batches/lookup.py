@@ -220,6 +220,8 @@ class RowLookup:
         best = max(explained or found, key=lambda each: each.known)
         names = Names(samples, self._trace.sample_ids)
         if not explained:
+            if segments.is_bounded and self._padding and np.isin(tokens[start:stop], self._padding).all():
+                return PADDING_ALONE  # some trainers give the rest of a packed row a length of its own
             return misfit.of_no_sample(
                 names,
                 tokens[start:stop],

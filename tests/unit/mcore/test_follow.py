@@ -156,6 +156,18 @@ FOUND: dict[str, tuple[Tokens, Tokens, Tokens, dict[str, Any]]] = {
         [[4, 5, 6, -1, 0, 1, -1, -1]],
         packed(0, 4, 8, unpadded=[0, 3, 5]),
     ),
+    "packed with known lengths, one of them of padding's token": (
+        [A, B],
+        [[*B, 7, 0, 0, 0]],
+        [[4, 5, 6, -1, -1, -1, -1]],
+        packed(0, 4, 7, unpadded=[0, 3, 6]),
+    ),
+    "packed with known lengths, one of them of padding's token that is a sample": (
+        [[0, 0], B],
+        [[*B, 7, 0, 0, 7]],
+        [[2, 3, 4, -1, 0, 1, -1]],
+        packed(0, 4, 7, unpadded=[0, 3, 5]),
+    ),
     "a mask": (
         LONGER,
         [[5, 6, 7, 0, 9], [3, 2, 5, 6, 7]],
