@@ -1,7 +1,7 @@
 """The audit counts the wrong decisions of any replay, finds planted ones, and nothing else."""
 
 import os
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from unittest import mock
 
@@ -10,9 +10,10 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 
 import megatron_router_replay as mrr
-from megatron_router_replay.errors import TraceError
+from megatron_router_replay.errors import ReplayStateError, TraceError
 from megatron_router_replay.testing import ParallelSizes
-from megatron_router_replay.trainers import replayer
+from megatron_router_replay.trainers import audit, replayer
+from megatron_router_replay.trainers.audit import Findings
 from tests.functional.mcore.cases import FULL, MOE
 from tests.trainers import oracle, small_model
 from tests.trainers.steps import passes, samples
@@ -208,6 +209,26 @@ def test_an_audit_compares_no_route_in_which_equal_samples_differ(trainer, chunk
     replay.run(schedule, model=chunks)
     (findings,) = replay.findings
     assert (findings.compared, findings.wrong, findings.without_route) == (3 * 6, 0, 3 * 2)
+
+
+@pytest.mark.parametrize("wrong", ["wrong", "recomputed_wrong"])
+def test_a_wrong_forward_or_a_wrong_recompute_alone_is_an_error(wrong, trainer, chunks, monkeypatch, caplog):
+    """A recompute may be wrong where every forward was right."""
+
+    @contextmanager
+    def audit_that_finds(*args, **kwargs):
+        yield Findings(compared=6, recomputed=6, **{wrong: 1})
+
+    monkeypatch.setattr(audit, "audit", audit_that_finds)
+    for word in ("1", "raise"):
+        monkeypatch.setenv("MRR_AUDIT", word)
+        replay = replayer.install("slime", lambda: True, {})
+        replay.enter(chunks, samples)
+        raises = pytest.raises(ReplayStateError, match=r"MRR811: audit of slime's replay, training pass 1: .*1 of 6")
+        with raises if word == "raise" else nullcontext():
+            replay.run(lambda **kwargs: None, model=chunks)
+    (record,) = [record for record in caplog.records if "training pass" in record.message]
+    assert record.levelname == "WARNING"
 
 
 def test_an_audit_logs_samples_that_a_replay_refuses(trainer, chunks, monkeypatch, caplog):

@@ -1,11 +1,14 @@
 """Samples that no pass replays, and passes without samples, are errors; an audit logs them."""
 
 import logging
+from functools import partial
 
 import pytest
+import torch
 from megatron.core.pipeline_parallel import schedules
 
-from megatron_router_replay.errors import LayoutError, PayloadError, ReplayStateError
+import megatron_router_replay as mrr
+from megatron_router_replay.errors import LayoutError, PayloadError, ReplayStateError, RouterReplayError
 from megatron_router_replay.testing import ParallelSizes
 from megatron_router_replay.trainers import miles, replayer, slime
 from tests.trainers import oracle, small_model
@@ -228,3 +231,34 @@ def test_a_pass_that_drives_megatrons_replay_and_is_not_ours_raises(trainer):
 def test_a_rollout_without_routes_is_not_taken_for_a_trainer_that_moved(name, trainer, chunks):
     with pytest.raises(PayloadError, match="MRR802: this rollout has no rollout_routed_experts"):
         actor_of(name, chunks).train_actor({"tokens": samples()[0]}, None)
+
+
+def enter_on_this_rank(failing):
+    """Run on a rank: return the error of samples that cannot be replayed on the ranks `failing`, and of the next ones."""
+    rank, replay, errors = torch.distributed.get_rank(), replayer.TrainerReplay("slime", lambda: True, {}), []
+    trace = mrr.RoutingTrace(
+        topk_indices=torch.zeros(2, 1, 1, dtype=torch.int64), layer_numbers=[1], num_experts=2, sequence_lengths=[2]
+    )
+
+    def make(failing):
+        if rank in failing:
+            raise LayoutError(f"the samples of rank {rank}")
+        return trace
+
+    for ranks in (failing, ()):
+        try:
+            replay.enter_trace(partial(make, ranks))
+            errors.append("")
+        except RouterReplayError as error:
+            errors.append(f"{type(error).__name__}: {error}")
+        assert replay.has_samples == (not errors[-1])
+    return errors
+
+
+@pytest.mark.parametrize("failing", [(1,), (0, 1)])
+def test_no_rank_takes_samples_that_a_rank_cannot_replay(failing, on_ranks):
+    """Else the other ranks wait in the collectives of a pass that this rank never runs."""
+    of_another = "PayloadError: MRR802: the samples of ranks [1] cannot be replayed; rank 1: the samples of rank 1"
+    own = [f"LayoutError: the samples of rank {rank}" for rank in range(2)]
+    expected = [own[0] if 0 in failing else of_another, own[1]]
+    assert on_ranks(2, enter_on_this_rank, failing) == [[error, ""] for error in expected]

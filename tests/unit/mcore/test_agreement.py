@@ -216,6 +216,20 @@ def test_the_first_row_of_a_trace_may_be_wrong():
     assert compared.numbers()["wrong_rows"][0][0] == 0
 
 
+def test_a_row_is_no_more_evidence_in_all_layers_together_than_in_one_layer_at_most():
+    """Else wrong rows outweigh the right rows between them: one block, with less evidence than each of these two has."""
+    experts = torch.zeros(2000, LAYERS, 1, dtype=torch.int64)  # not read: the rows are named by the trace
+    trace = mrr.RoutingTrace(topk_indices=experts, layer_numbers=range(1, LAYERS + 1), num_experts=32)
+    compared, wrong = comparing(topk=1, trace=trace), [*range(500, 513), *range(528, 541)]
+    for layer in range(1, LAYERS + 1):
+        scores, replayed = routes(2000, layer, topk=1, noise=0)
+        replayed[wrong] = scores[wrong].argmin(dim=1, keepdim=True)
+        add(compared, scores, replayed, layer=layer, rows=torch.arange(2000))
+    numbers = compared.numbers()
+    assert max(numbers["findings"])[0] == pytest.approx(13 * 6), "of a row in four layers; in one it has less than 4"
+    assert numbers["wrong_rows"] == [[500, 513], [528, 541]]
+
+
 # ---- ranks
 def one_wrong_sample(seed, num_ranks):
     """Ranks of a session of 24 samples of 95 rows and one of padding; one sample of a micro-batch is of other tokens."""
