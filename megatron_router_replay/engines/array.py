@@ -68,10 +68,10 @@ def _token_major(array: Array, axes: Sequence[str]) -> Array:
         raise PayloadError(
             f"MRR101: axes {list(axes)} must name one 'token', one 'layer' and one 'expert' axis, in the array's order."
         )
-    extra = tuple(i for i, name in enumerate(axes) if name not in names)
-    if array.ndim != len(axes) or any(array.shape[i] != 1 for i in extra):
+    unit_axes = tuple(i for i, name in enumerate(axes) if name not in names)
+    if array.ndim != len(axes) or any(array.shape[i] != 1 for i in unit_axes):
         raise _SOURCE.error(
             f"MRR101: axes {list(axes)} do not name shape {list(array.shape)}: one name an axis, and only axes of length 1 "
             "may be named batch or ''."
         )
-    return array.squeeze(extra).transpose([names.index(name) for name in ("token", "layer", "expert")])
+    return array.squeeze(unit_axes).transpose([names.index(name) for name in ("token", "layer", "expert")])

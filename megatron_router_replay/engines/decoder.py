@@ -37,12 +37,12 @@ class Decoder(ReplyReader):
     Args:
         rows: a reply -> its arrays.
         setup: how to start the engine and what to send, for the message about a reply without routes.
-        corrected: a reply -> the same with counts that fit its ids, where the engine counts other tokens.
+        fix_counts: a reply -> the same with counts that fit its ids, where the engine counts other tokens.
     """
 
     rows: LayRows
     setup: str = ""
-    corrected: Callable[[Reply, ModelRoutingInfo], Reply] = lambda reply, model: reply
+    fix_counts: Callable[[Reply, ModelRoutingInfo], Reply] = lambda reply, model: reply
 
     def decode(self, result: Any, *, model: ModelLike, **options: Unpack[SampleOptions]) -> RoutingTrace:
         """Return the routes of a sample, a row for each of its S tokens.
@@ -146,7 +146,7 @@ class Decoder(ReplyReader):
         # Before the tokens: a reply without routes often has no ids either, and the advice to pass ids would mislead.
         if not has_routes and not reply.aborted:
             raise reply.source.error(lost)
-        reply = self.corrected(reply, model)
+        reply = self.fix_counts(reply, model)
         if not has_routes:  # nor a version that chose them, whatever names the caller's numbers are for
             options = replace(options, weight_version=None)
         tokens = resolve_tokens(reply, options)

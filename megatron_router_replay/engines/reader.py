@@ -121,7 +121,8 @@ class ReplyReader:
 
     Args:
         title: of the engine, in messages.
-        fields: our name of a field -> the engine's names of it. An engine's own `rows` read the fields beyond `FIELDS`.
+        fields: our name of a field -> the engine's names of it. `token_ids` are prompt and output in one list. An engine's
+            own `rows` read the other fields beyond `FIELDS`.
         counts: fields that count the tokens of a choice. The chunks of a stream have all ids so far or the new ones, which
             a count of the output decides; without one they have the new ones.
         streams: whether the engine's streams have routes.

@@ -118,8 +118,16 @@ def _missing_ids(reply: Reply) -> PayloadError:
 def _token_ids(reply: Reply, options: DecodeOptions) -> tuple[Array | None, Array | None, Array | None]:
     """Return the ids of prompt, output and both, each None where unknown; copies, never a buffer of the caller."""
     source = reply.source
-    values = options.prompt_token_ids, reply["prompt_token_ids"], reply["output_token_ids"], options.token_ids
-    given, sent, output, ids = (None if each is None else as_token_ids(each, source=source) for each in values)
+    prompts, lists = (options.prompt_token_ids, reply["prompt_token_ids"]), (options.token_ids, reply["token_ids"])
+    given, sent, output, given_ids, sent_ids = (
+        None if each is None else as_token_ids(each, source=source)
+        for each in (*prompts, reply["output_token_ids"], *lists)
+    )
+    if given_ids is not None and sent_ids is not None and not np.array_equal(given_ids, sent_ids):
+        raise source.error(
+            f"MRR309: token_ids ({len(given_ids)}) are not the prompt and output of the response ({len(sent_ids)} ids)."
+        )
+    ids = given_ids if sent_ids is None else sent_ids
     if given is not None and sent is not None and not np.array_equal(given, sent):
         raise source.error(
             f"MRR309: prompt_token_ids ({len(given)}) are not the prompt of the response ({len(sent)} ids)."

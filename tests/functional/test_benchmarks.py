@@ -1,4 +1,4 @@
-"""Every part of `make bench` runs, at a size that says nothing about speed."""
+"""Every part of `make bench` runs, and `benchmarks.host`, at a size that says nothing about speed."""
 
 import os
 import subprocess
@@ -47,6 +47,12 @@ assert capture.render([capture.measure_size(size, 1)]).count('%') == 2
     "decode": "from benchmarks import decode; assert 'int32' in decode.render(decode.measure(64, repeats=1))",
     "store": "from benchmarks import store; assert 'load, safetensors' in store.render(store.measure(64, repeats=1))",
 }
+HOST = """
+from benchmarks import host
+host.NUM_TOKENS, host.NUM_LAYERS = 4, 2
+raw = {("8, 2", kind): host.measure("8, 2", kind, repeats=2) for kind in host.CHECKPOINTS}
+assert [name for name in host.CHECKPOINTS if f"8, 2 | {name} |" not in host.render(raw)] == []
+"""
 
 
 def test_every_part_is_here():
@@ -58,7 +64,7 @@ def test_every_part_is_here():
 def test_every_part_runs():
     """In one process: what a part takes is mostly the import of Megatron-Core."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
-    lines = [f"print({part!r}, flush=True)\n{code.strip()}" for part, code in PARTS.items()]
+    lines = [f"print({part!r}, flush=True)\n{code.strip()}" for part, code in {**PARTS, "host": HOST}.items()]
     code = f"if __name__ == '__main__':\n{textwrap.indent(chr(10).join(lines), '    ')}"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=environment, timeout=900

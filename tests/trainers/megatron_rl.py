@@ -7,6 +7,7 @@ Megatron-LM's training needs its own Megatron-Core, so its checkout must come fi
 from __future__ import annotations
 
 import importlib
+import inspect
 import pickle
 import sys
 import typing
@@ -45,6 +46,11 @@ def checkout() -> str:
     if not Path(megatron.core.__file__).is_relative_to(folder):
         pytest.skip(f"Megatron-Core is not that of the checkout: run with PYTHONPATH={folder}.")
     return folder
+
+
+def has_context_parallelism(folder: str) -> bool:
+    """Return whether this commit's RL loop splits rows over context-parallel ranks."""
+    return "_scatter_for_context_parallel" in Path(folder, "megatron/rl/rl_utils.py").read_text()
 
 
 class Tokenizer:
@@ -94,6 +100,7 @@ def imports(folder: str) -> Iterator[SimpleNamespace]:
 def arguments(layout: ParallelSizes, *, packs: bool, steps: int, rows: int) -> Config:
     return Config(
         check_for_nan_in_loss_and_grad=False,
+        context_parallel_size=layout.cp_size,
         cuda_graph_impl="none",
         data_parallel_size=layout.world_size // (layout.tp_size * layout.pp_size * layout.cp_size),
         global_batch_size=rows // steps,
@@ -124,11 +131,15 @@ class Turn(typing.NamedTuple):
     evicted: bool = False
 
 
-def rollouts() -> tuple[list[list[Turn]], dict[int, Tensor]]:
+def rollouts(*, joins_turns: bool) -> tuple[list[list[Turn]], dict[int, Tensor]]:
     """Return the turns of each rollout, and the route [LAYERS, TOPK] of each token that has one.
 
     Single turns, two turns of one conversation, of which the second prefills the first with routes that must not win, two
-    that were tokenized again, and a request that was evicted. Every token of a row is in no other row.
+    that were tokenized again, and a request that was evicted. Every token of a row is in no other row, but for the end
+    token of a single turn, which has no route.
+
+    Args:
+        joins_turns: Megatron-LM trains a conversation as one row; else there is none here: its turns would share tokens.
     """
     generator = torch.Generator().manual_seed(0)
     lengths = (7, 12, 5, 16, 9, 3, 11, 14, 10, 6)
@@ -141,11 +152,14 @@ def rollouts() -> tuple[list[list[Turn]], dict[int, Tensor]]:
 
     requests = [[Turn(part, routes(len(part) - 1), len(part) // 2)] for part in ids[:6]]
     one, two = ids[6], torch.cat([ids[6], ids[7][:9]])
-    requests.append([Turn(one, routes(len(one) - 1), 4), Turn(two, routes(len(two) - 1), len(one) + 3)])
+    first = [Turn(one, routes(len(one) - 1), 4)] if joins_turns else []
+    requests.append([*first, Turn(two, routes(len(two) - 1), len(one) + 3)])
     requests.append([Turn(ids[8][:6], routes(5), 2), Turn(ids[8][6:], routes(3), 2)])
     requests.append([Turn(ids[9], routes(5), 2, evicted=True)])
     route_of: dict[int, Tensor] = {}
     for turns in requests:
+        if len(turns) == 1:
+            turns[0].ids[-1] = oracle.VOCAB - 1
         for turn in turns:
             for token, route in zip(turn.ids.tolist(), turn.routes):
                 if not turn.evicted:
@@ -205,7 +219,7 @@ def generate(modules: SimpleNamespace, chunks: list[Any], requests: list[list[Tu
     # The engine's own function needs its cache; the hook gets what it returns.
     megatron_rl._finish(lambda self: ([], records), engine)
     if parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_pipeline_model_parallel_rank() == 0:
-        modules.engine.DynamicInferenceEngine._send_request_records_to_coordinator(engine, records)
+        send_records(modules, engine, records)
         for each in msgpack.unpackb(sent[0], strict_map_key=False)[1]:
             assert each["routing_indices"] is None, "an HTTP reply carries no routes"
     with mock.patch.object(dist, "all_gather_object", gather := mock.Mock(wraps=dist.all_gather_object)):
@@ -219,7 +233,9 @@ def generate(modules: SimpleNamespace, chunks: list[Any], requests: list[list[Tu
         modules.types.RolloutGroup(
             rollouts=[
                 modules.types.TokenRollout(
-                    trajectory=[(turn.ids + (other_tokens and i == 3)).tolist() for turn in turns],
+                    trajectory=[
+                        [int(turn.ids[0]) + (other_tokens and i == 3), *turn.ids[1:].tolist()] for turn in turns
+                    ],
                     reward=float(i % 2),
                     generation_mask=[mask(turn) for turn in turns],
                     logprobs=[[-1.0] * sum(mask(turn)) for turn in turns],
@@ -232,6 +248,19 @@ def generate(modules: SimpleNamespace, chunks: list[Any], requests: list[list[Tu
         for i, turns in enumerate(requests)
     ]
     return groups, ledger
+
+
+def send_records(modules: SimpleNamespace, engine: Any, records: list[Any]) -> None:
+    """Let the engine note finished requests in its ledger and send its replies."""
+    send = getattr(modules.engine.DynamicInferenceEngine, "_send_request_records_to_coordinator", None)
+    if send is not None:
+        send(engine, records)
+        return
+    # Before August 14, 2026, these lines were part of a function that needs the engine's cache.
+    merged = [record.merge() for record in records]
+    for each in merged:
+        engine.local_metadata_ledger[each.uid] = modules.requests.FinishedRequestRecord.from_request(each)
+    engine.socket_for_receiving_requests.send(msgpack.packb([0, [each.serialize() for each in merged]]))
 
 
 def step(
@@ -249,7 +278,8 @@ def step(
     with imports(folder) as modules:
         megatron_rl._store = RequestRoutes()
         chunks = build(layout, **options)
-        requests, route_of = rollouts()
+        rows, *_ = inspect.signature(modules.rl.prepare_trajectories).parameters
+        requests, route_of = rollouts(joins_turns=rows == "rows")
         args = arguments(layout, packs=flags["packs"], steps=flags["steps"], rows=len(requests))
         tokenizer = Tokenizer()
         timers = lambda *args, **kwargs: Timer()  # noqa: E731

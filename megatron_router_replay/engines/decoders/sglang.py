@@ -73,7 +73,7 @@ sglang = Decoder(
     streams=True,
     keep_all="Use /generate, or send return_meta_info=true to the chat endpoint, which brings routes with each choice.",
     rows=_rows,
-    corrected=_with_stub,
+    fix_counts=_with_stub,
     setup="Start the server with --enable-return-routed-experts and send return_routed_experts=true with each request. "
     "SGLang's Rust server (SGLANG_RUST_SERVER=1) carries no routes: start it without.",
     request_fields=RequestFields(token_ids='"return_token_ids": true (OpenAI endpoints)'),

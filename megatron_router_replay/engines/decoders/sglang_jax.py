@@ -9,6 +9,6 @@ from dataclasses import replace
 
 from megatron_router_replay.engines.decoders.sglang import raw_rows, sglang
 
-# Its endpoints count every token, so nothing is corrected.
-sglang_jax = replace(sglang, title="sglang-jax", rows=raw_rows, corrected=lambda reply, model: reply)
+# Its endpoints count every token, so no count is fixed.
+sglang_jax = replace(sglang, title="sglang-jax", rows=raw_rows, fix_counts=lambda reply, model: reply)
 """sglang-jax; see the module."""

@@ -1,5 +1,7 @@
 """The tokens of the rows: ids are compared with ids, each stated count with every other; the weights of each row."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -206,3 +208,26 @@ def test_a_name_without_spans_is_of_all_tokens_of_the_only_choice():
     choices = [{"index": i, "finish_reason": "length", "routed_experts": int32_base64(ROWS)} for i in (0, 1)]
     several = {"id": "r", "choices": choices, "metadata": {"weight_versions": CHANGED, "weight_version": "7"}}
     assert sglang_jax.decode_batch(several, model=MODEL, num_tokens=[8, 8]).weight_version is None
+
+
+def test_an_engine_may_send_prompt_and_output_in_one_list():
+    own = replace(
+        sglang_jax,
+        title="Own",
+        fields={"routed_experts": ("routes",), "token_ids": ("tokens",)},
+        counts={"num_prompt": "prompt"},
+    )
+    reply = {"routes": routes(len(IDS) - 1, 2, num_experts=8, topk=2), "tokens": IDS, "num_prompt": len(PROMPT)}
+    model = all_moe(2, 8)
+    for options in ({}, {"token_ids": IDS}, {"prompt_token_ids": PROMPT}):
+        assert own.decode(reply, model=model, **options).token_ids.tolist() == IDS
+    for options, match in (
+        ({"token_ids": [*IDS[:-1], 1]}, r"token_ids \(5\) are not the prompt and output of the response \(5 ids\)"),
+        ({"prompt_token_ids": PROMPT[:2]}, "num_prompt=3, but 2 prompt tokens"),
+        ({"prompt_token_ids": [1, *PROMPT[1:]]}, "do not begin with the prompt"),
+    ):
+        with pytest.raises(PayloadError, match=match):
+            own.decode(reply, model=model, **options)
+    stated = reply | {"num_prompt": len(IDS) + 1}
+    with pytest.raises(PayloadError, match="leaves -1 output tokens"):
+        own.decode(stated, model=model)

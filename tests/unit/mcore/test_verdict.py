@@ -89,10 +89,23 @@ def test_single_rows_of_several_layers_add_up():
     assert single.evidence == EVIDENCE, "20 of 20 that noise may give"
 
 
-def test_the_only_row_of_a_layer_agrees_as_by_chance():
-    part, packed, loads = compared(num=4, first=np.array([0, -1, -1, -1]))
-    loads[:] = np.arange(EXPERTS) < TOPK
-    assert judgement((part, packed, loads)).sums[1] == Sums(1.0, 0.0, 0.0, 0.0, 0.0)
+@pytest.mark.parametrize("num", [1, 2])
+def test_the_only_rows_of_a_layer_agree_as_by_chance(num):
+    part, packed, loads = compared(num=4, first=np.where(np.arange(4) < num, 0, -1))
+    loads[:] = num * (np.arange(EXPERTS) < TOPK)
+    assert judgement((part, packed, loads)).sums[1] == Sums(float(num), 0.0, 0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("num", [16, 17])
+def test_wrong_experts_are_listed_up_to_sixteen(num):
+    experts = np.tile(np.arange(TOPK), (2000, 1))
+    wrong = range(0, 2000, 20)
+    experts[wrong] = 20 + np.arange(4 * len(wrong)).reshape(-1, TOPK) % num
+    (text,) = (
+        each.text for each in judgement(compared(wrong, num=2000, experts=experts)).findings if "ids" in each.text
+    )
+    listed = ", ".join(map(str, range(20, 36))) + ", ..." * (num > 16)
+    assert text.startswith(f"rank 3, layer 1: experts {listed} are hardly ever near the live router's choice")
 
 
 def test_the_number_of_blocks_is_said_of_several():
@@ -137,6 +150,19 @@ def test_a_stream_that_moved_is_searched_for_in_its_sequence_of_the_first_layer(
     assert f"{place}layers 1, 2: routes of other tokens; they fit the tokens 7 places before them" in texts(*parts)
 
 
+@pytest.mark.parametrize(("num_live", "is_said"), [(0, True), (15, False)])
+def test_a_block_fits_no_tokens_that_were_not_replayed(num_live, is_said):
+    """Twelve rows, the least that raise, have a cause; thirty do not fit tokens of which half have no route."""
+    first = np.random.default_rng(0).integers(0, 60, 200)
+    moved = np.roll(first, 40)
+    first[30 : 30 + 2 * num_live : 2] = -1
+    moved[70 : 70 + 2 * num_live : 2] = 1
+    experts = np.stack([moved, *(np.full(200, expert) for expert in (61, 62, 63))], 1)
+    (text,) = texts(compared(range(70, 100 if num_live else 82), experts=experts, first=first))
+    assert ("they fit the tokens 40 places before them" in text) == is_said
+    assert ("they fit" in text) == is_said
+
+
 def test_parts_of_sequences_are_the_clearest_first_with_their_rows():
     wrong = [*range(20, 24), *range(130, 142)]
     rows = [*range(0, 200, 2), *range(200, 300)]
@@ -169,16 +195,18 @@ def test_several_replicas_say_the_same_once(agreement):
     assert (len(told.problems), len(told.warnings)) == ((1, 0) if agreement < 0.25 else (0, 1))
 
 
-def test_parts_raise_from_the_evidence_of_a_block_on():
-    """Twice 43.5 less what noise rises on one of two ranks, 15, is 72."""
-    for value, raises in ((3.5, False), (3.625, True)):
-        parts = [
-            Part("0 0.0.0 [1]", 12 * value, {f"{rank} {kind}": value for kind in range(12)}, "these rows", [[rank, 9]])
-            for rank in range(2)
-        ]
-        told = judge([numbers(parts=[part]) for part in parts], 0.25)
-        assert bool(told.problems) == raises
-        assert told.wrong_rows == ({"a trace": [[0, 9], [1, 9]]} if raises else {})
+@pytest.mark.parametrize(
+    ("num_ranks", "value", "raises"), [(2, 3.5, False), (2, 3.625, True), (3, 2.75, False), (3, 3.0, True)]
+)
+def test_parts_raise_from_the_evidence_of_a_block_on(num_ranks, value, raises):
+    """Twelve kinds of rows on each rank, less 15, which noise rises on each rank but one."""
+    parts = [
+        Part("0 0.0.0 [1]", 12 * value, {f"{rank} {kind}": value for kind in range(12)}, "these rows", [[rank, 9]])
+        for rank in range(num_ranks)
+    ]
+    told = judge([numbers(parts=[part]) for part in parts], 0.25)
+    assert bool(told.problems) == raises
+    assert told.wrong_rows == ({"a trace": [[rank, 9] for rank in range(num_ranks)]} if raises else {})
 
 
 def test_a_finding_raises_from_its_evidence_on():
