@@ -18,8 +18,8 @@ class PackedAttention(torch.nn.Module):
 
     `load_qwen3_moe` and other builders of models take the class as `core_attention`. Megatron's SelfAttention builds and
     calls it as any core attention. Under context parallelism each packed sequence is split zigzag, as Megatron and
-    Transformer Engine do; see `row_positions`. Grouped-query attention is supported. Masks are ignored, so padding must
-    follow the tokens. There are no biases, dropout or windows.
+    Transformer Engine do; see `row_positions`. Grouped-query attention is supported. There are no masks, so padding must
+    follow the tokens; and no biases, dropout or windows.
     """
 
     def __init__(self, config: Any, *args: Any, pg_collection: Any, softmax_scale: Any = None, **kwargs: Any) -> None:
@@ -29,18 +29,34 @@ class PackedAttention(torch.nn.Module):
         self.cp_group = pg_collection.cp
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: None = None,
+        *args: Any,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
     ) -> Tensor:
         """Attend.
 
         Args:
             query: [s, b, heads, d], or packed [t, heads, d]; this context-parallel rank's rows.
             key, value: the same with one head per query group.
+            attention_mask: None.
             packed_seq_params: Megatron's PackedSeqParams with cu_seqlens of the whole row, before the split.
 
         Returns:
             [s, b, heads * d], or packed [t, heads * d].
+
+        Raises:
+            NotImplementedError: a mask was given.
         """
+        if attention_mask is not None:
+            raise NotImplementedError(
+                "PackedAttention takes no attention_mask: pad on the right, or leave core_attention= out, which takes "
+                "Megatron-Core's own attention."
+            )
         cu_seqlens = cu_seqlens_in_memory(packed_seq_params)
         if cu_seqlens is not None:
             query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)

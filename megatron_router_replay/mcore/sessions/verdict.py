@@ -381,8 +381,8 @@ def judge(everyone: Sequence[Mapping[str, Any]], least: float) -> Verdict:
                 f"the live router agrees with the replayed routes by less than min_agreement={least} in {num_low} of "
                 f"{len(layers)} layers ({_list(layers)}). Either the routes are of older or other weights: compare their "
                 "version with the trainer's. Or they are of other rows or layers: have the engine return token ids, and "
-                "compare the trace's layer_numbers with the model's."
-                + (f" The clearest rows: {max(raising).text}." if raising else "")
+                "compare the trace's layer_numbers with the model's. Or tokens attend to padding on the left, which "
+                "attention_mask must hide." + (f" The clearest rows: {max(raising).text}." if raising else "")
             )
         elif raising:
             evidence, text = max(raising)
