@@ -215,7 +215,7 @@ class Program:
             for number, batch in enumerate(self.batches):
                 chunk(torch.tensor(batch.ids), number, **inputs(batch, "token"))
         is_refused = (
-            nullcontext() if self._has_a_route() else pytest.raises(ReplayStateError, match="none of .* tokens")
+            nullcontext() if self._has_a_route() else pytest.raises(ReplayStateError, match=r"none of .* tokens")
         )
         with is_refused, watched(chunk) as seen, mrr.replay(chunk, self.trace(), **options):
             for number, batch in enumerate(self.batches):
