@@ -115,7 +115,7 @@ class Agreement:
     ) -> None:
         self.topk, self.num_experts, self.num_layers = topk, num_experts, num_layers
         self.every_layer, self.rank, self.trace = every_layer, rank, trace
-        # A replayed expert counts as near if it is among the live router's best `width`, at most half of all experts.
+        # A replayed expert is near if it is among the live router's best `width`: 2 * topk, but with few experts fewer.
         self.width = min(2 * topk, max(topk + 1, num_experts // 2))
         self._stream: Any = None
         self._row_sharing = (0, 1, 0)
@@ -127,7 +127,7 @@ class Agreement:
         """Return the position of the layer that a chunk's next micro-batch compares, or ALL; None: none is compared."""
         if self.topk == self.num_experts:  # every token has all experts
             return None
-        self._to_host()  # of earlier micro-batches, while the device runs this one
+        self._to_host()  # copies the results of earlier micro-batches while the device runs this one
         number = _num_microbatches[chunk.module] = _num_microbatches.get(chunk.module, -1) + 1
         return ALL if self.every_layer or not number else (number - 1) % len(chunk.replayed_routers)
 
@@ -153,8 +153,8 @@ class Agreement:
         scores = scores.detach()
         is_live = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, live, True)
         values, ranked = scores.topk(self.width, dim=1)
-        # [topk + 2] of a row: of each replayed expert 3 * id + level (2: live, 1: near, 0: neither), and the two that the
-        # live router ranks first, -1 in a row that is not replayed. With groups of experts, a live one may have a low rank.
+        # A row has topk + 2 numbers: 3 * id + level of each replayed expert (2: live, 1: near, 0: neither), and the two that
+        # the live router ranks first, or -1 if the row is not replayed. With groups of experts, a live one may rank low.
         levels = torch.stack([is_live, (scores >= values[:, -1:]) | is_live])
         packed = torch.empty(len(live), self.topk + 2, dtype=torch.int16, device=live.device)
         level = levels.gather(2, replayed.expand(2, -1, -1)).sum(0, dtype=torch.int16)
@@ -212,14 +212,14 @@ class Agreement:
         return self._numbers
 
     def _trace_name(self) -> str:
-        """Return a name of the trace, equal on ranks that replay it; pipeline stages may have different layers."""
+        """Return a name by the tokens of the trace, for pipeline stages that replay it may have different layers."""
         if self.trace is None:
             return ""
         tokens = self.trace.token_ids
         return f"{self.trace.num_tokens} {0 if tokens is None else zlib.crc32(tokens.cpu().numpy().tobytes())}"
 
     def wrong_rows(self, ranges: Mapping[str, Sequence[Sequence[int]]]) -> Tensor | None:
-        """Return a mask over the rows of this rank's trace, [num_tokens] bool, of what all ranks found in it."""
+        """Return a mask over the rows of this rank's trace, [num_tokens] bool: True where a rank found a wrong row."""
         if self.trace is None:
             return None
         mask = torch.zeros(self.trace.num_tokens, dtype=torch.bool)
