@@ -33,7 +33,7 @@ class PackedAttention(torch.nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: None = None,
+        attention_mask: Any = None,
         *args: Any,
         packed_seq_params: Any = None,
         **kwargs: Any,
@@ -43,20 +43,12 @@ class PackedAttention(torch.nn.Module):
         Args:
             query: [s, b, heads, d], or packed [t, heads, d]; this context-parallel rank's rows.
             key, value: the same with one head per query group.
-            attention_mask: None.
+            attention_mask: ignored, as trainers give one for padding on the right.
             packed_seq_params: Megatron's PackedSeqParams with cu_seqlens of the whole row, before the split.
 
         Returns:
             [s, b, heads * d], or packed [t, heads * d].
-
-        Raises:
-            NotImplementedError: a mask was given.
         """
-        if attention_mask is not None:
-            raise NotImplementedError(
-                "PackedAttention takes no attention_mask: pad on the right, or leave core_attention= out, which takes "
-                "Megatron-Core's own attention."
-            )
         cu_seqlens = cu_seqlens_in_memory(packed_seq_params)
         if cu_seqlens is not None:
             query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)

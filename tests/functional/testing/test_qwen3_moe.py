@@ -1,5 +1,3 @@
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -66,10 +64,3 @@ def test_another_model_raises(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "mixtral", "tie_word_embeddings": true}')
     with pytest.raises(RouterReplayError, match=r"model_type='mixtral', tie_word_embeddings=True"):
         qwen3_moe_config(tmp_path, ParallelSizes())
-
-
-def test_a_mask_is_refused_not_ignored():
-    config, groups = SimpleNamespace(attention_dropout=0.0, kv_channels=4), SimpleNamespace(cp=None)
-    attention, rows = PackedAttention(config, pg_collection=groups), torch.zeros(3, 1, 1, 4)
-    with pytest.raises(NotImplementedError, match="takes no attention_mask: pad on the right"):
-        attention(rows, rows, rows, torch.ones(1, 1, 3, 3, dtype=torch.bool))
