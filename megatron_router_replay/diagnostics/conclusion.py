@@ -196,7 +196,8 @@ def _place(
                 "weights, a config", "weights or a config that differ a little"
             )
         known = set(clues) & {"token", "first_rows"} or _is_sure(clues, diff)
-        fits = "" if known else f" That fits {names}: {_OPEN}."
+        is_open = "" if "expert" in clues else f": {_OPEN}"  # the cause of an expert that is not sure says so itself
+        fits = "" if known else f" That fits {names}{is_open}."
         return [f"something {between}, or everywhere, differs: {rows}{by_one}; {counted}.{fits}"]
     below = "none" if onset.is_clean else f"{percent(max(shares[:i]))} at most"
     kernel = "another precision or kernel, " if shares[i] <= 2 * _PRECISION_SHARE and exchanged >= 0.8 else ""

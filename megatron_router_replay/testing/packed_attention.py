@@ -18,8 +18,8 @@ class PackedAttention(torch.nn.Module):
 
     `load_qwen3_moe` and other builders of models take the class as `core_attention`. Megatron's SelfAttention builds and
     calls it as any core attention. Under context parallelism each packed sequence is split zigzag, as Megatron and
-    Transformer Engine do; see `row_positions`. Grouped-query attention is supported. There are no masks, so padding must
-    follow the tokens; and no biases, dropout or windows.
+    Transformer Engine do; see `row_positions`. Grouped-query attention is supported. Masks are ignored, so padding must
+    follow the tokens. There are no biases, dropout or windows.
     """
 
     def __init__(self, config: Any, *args: Any, pg_collection: Any, softmax_scale: Any = None, **kwargs: Any) -> None:

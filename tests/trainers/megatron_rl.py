@@ -271,7 +271,7 @@ def step(
 ) -> Any:
     """Log-probs, the reference's, and training steps; {pass: (decisions, wrong)} of each, and the bytes that came in.
 
-    Config:
+    Args:
         flags: packs, steps; replays=False: our hooks see a model without the flag; other_tokens: a rollout has others.
     """
     flags = {"packs": False, "steps": 1, "replays": True, "other_tokens": False} | flags

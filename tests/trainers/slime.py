@@ -79,7 +79,7 @@ def step(
 ) -> Any:
     """Train on one rollout, in so many `steps`; {pass: (decisions, wrong)} of the reference, log-probs and training.
 
-    Config:
+    Args:
         audits: slime's own replay is in the routers.
         plants: it gets one wrong row.
     """
@@ -143,7 +143,7 @@ def _keep(replay: Any, topk_indices: torch.Tensor) -> None:
 def start(folder: str, name: str = "slime", info: str = "") -> str:
     """Run the actor's own `init` until it builds the model.
 
-    Config:
+    Args:
         name: of the trainer, slime or miles.
         info: the module of miles' `IndepDPInfo`; "": its `init` takes none.
     """

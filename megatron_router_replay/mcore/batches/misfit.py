@@ -101,7 +101,7 @@ def of_no_sample(
 
 
 def _advice(tokens: Any, rest: Any, declared: tuple[int, ...], *, may_pad_left: bool) -> str:
-    """Return what to say if the tokens at one end of a sequence are padding, "": none may be.
+    """Return the advice if the tokens at one end of a sequence may be padding, "": none may be.
 
     Args:
         tokens: of the sequence, [n].

@@ -277,12 +277,12 @@ def replay(
             replayed. 0: a session also ends in order if nothing ran, or if all tokens are padding; it still raises if no
             token had a route. 1: every row has a route, or the session raises.
         min_agreement: how far the live router must agree with the replayed routes in each layer: 1 means the same experts, 0
-            no more of them than by chance. One layer of each micro-batch takes its live scores, without a host sync. When the
-            session ends, the group judges layers, and blocks of rows whose experts are far from the live choice. 0.5 is
-            strict. 0 turns all of it off, for routes that belong to a different model on purpose.
+            no more of them than by chance. One layer of each micro-batch is compared, without a host sync. When the session
+            ends, layers that agree less raise, and blocks of rows with experts that are far from the live choice. 0.5 is
+            strict. 0 turns these checks off, for routes that belong to a different model on purpose.
         wrong_routes: "raise", or "warn" for a run that may not stop. Both leave the rows in `session.report.wrong_rows`.
         ask_every_layer: take the live top-k of all layers in every micro-batch.
-        group: the ranks that are judged together when the session ends; all of them must have such a session. None: every
+        group: the ranks that are checked together when the session ends; all of them must have such a session. None: every
             rank of the job. The others do not wait for a rank that raised inside its block.
 
     Balance:
