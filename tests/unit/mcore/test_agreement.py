@@ -377,3 +377,11 @@ def test_a_session_may_begin_in_inference_mode_and_go_on_in_another():
             forward(chunk, session)
     assert session.report.forwards == 9
     session.close(verify=False)
+
+
+@pytest.mark.parametrize(
+    ("topk", "experts", "width"), [(1, 2, 2), (1, 16, 2), (2, 4, 3), (2, 8, 4), (4, 8, 5), (4, 32, 8), (8, 128, 16)]
+)
+def test_an_expert_is_near_in_twice_topk_or_the_better_half_and_always_one_more_than_topk(topk, experts, width):
+    made = Agreement(topk=topk, num_experts=experts, num_layers=1, every_layer=False, rank=0)
+    assert made.width == width
