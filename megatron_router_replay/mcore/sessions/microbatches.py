@@ -25,7 +25,7 @@ from megatron_router_replay.layout.rows import count_differing_tokens
 from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.batches.inputs import ForwardInputs
 from megatron_router_replay.mcore.batches.microbatch import Microbatch
-from megatron_router_replay.mcore.batches.rows import RowInputs
+from megatron_router_replay.mcore.batches.row_inputs import RowInputs
 from megatron_router_replay.mcore.core import hooks, tape
 from megatron_router_replay.mcore.core.call import RouterCounts, RoutingCall, TopKRequest
 from megatron_router_replay.mcore.core.streams import to_host

@@ -16,7 +16,7 @@ from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.batches.inputs import ForwardInputs, TokenReader
 from megatron_router_replay.mcore.batches.lookup import number_tokens
 from megatron_router_replay.mcore.batches.microbatch import Microbatch
-from megatron_router_replay.mcore.batches.rows import RowInputs, check_padding, check_range
+from megatron_router_replay.mcore.batches.row_inputs import RowInputs, check_padding, check_range
 from megatron_router_replay.mcore.batches.segments import Partition
 from megatron_router_replay.mcore.core.streams import current_stream
 from megatron_router_replay.mcore.model.find import Models, unwrap
