@@ -56,7 +56,7 @@ class Strategy(ABC):
         """Return the rows of a forward's tokens; None: they must be given by hand."""
 
     @abstractmethod
-    def lay_out(self, chunk: Chunk, inputs: RowInputs) -> Microbatch:
+    def make_microbatch(self, chunk: Chunk, inputs: RowInputs) -> Microbatch:
         """Return the micro-batch of these rows."""
 
     def experts(self, call: RoutingCall, request: TopKRequest) -> Tensor | None:
@@ -138,7 +138,7 @@ class Microbatches:
             self._give(chunk, inputs, is_by_hand=True)
 
     def _give(self, chunk: Chunk, inputs: RowInputs, *, is_by_hand: bool) -> None:
-        microbatch = self.strategy.lay_out(chunk, inputs)
+        microbatch = self.strategy.make_microbatch(chunk, inputs)
         microbatch.is_by_hand = is_by_hand
         if self._stage is not None:
             # Those that number themselves have tokens on every stage.

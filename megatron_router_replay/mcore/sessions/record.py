@@ -92,7 +92,7 @@ class RecordedRoutes(Strategy):
         self.numbers_itself = True
         return number_tokens(self._reader, chunk.module, inputs, f"{chunk.where}, micro-batch {chunk.num_begun}")
 
-    def lay_out(self, chunk: Chunk, inputs: RowInputs) -> Microbatch:
+    def make_microbatch(self, chunk: Chunk, inputs: RowInputs) -> Microbatch:
         """Return the micro-batch that keeps the experts of these rows."""
         rows = inputs.rows
         router_rows = chunk.router_view(rows)

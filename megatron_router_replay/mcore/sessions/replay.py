@@ -112,7 +112,7 @@ class TraceRoutes(Strategy):
         # Not of rows that tokens found: the tokens of a batch may well contain a sample twice.
         self._count_repeated(chunk, inputs.rows, self._trace.num_tokens)
 
-    def lay_out(self, chunk: Chunk, inputs: RowInputs) -> Microbatch:
+    def make_microbatch(self, chunk: Chunk, inputs: RowInputs) -> Microbatch:
         """Return the micro-batch that replays these rows of the trace, as this rank's routers see them."""
         self._trace.check_unchanged()  # a trainer may compute on it in place between two micro-batches
         rows = inputs.rows
