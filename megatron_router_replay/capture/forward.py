@@ -49,8 +49,8 @@ class Forward:
             raise CaptureError(f"MRR702: a position is {positions.min()}: tokens count from 0, padding is -1.")
         if positions.ndim not in (1, 2) or len(positions) != len(request_numbers):
             raise CaptureError(
-                f"MRR702: positions of shape {list(positions.shape)} do not fit {len(request_numbers)} request ids: expected [batch, "
-                "length], or [batch] with one token each."
+                f"MRR702: positions of shape {list(positions.shape)} do not fit {len(request_numbers)} request ids: expected "
+                "[batch, length], or [batch] with one token each."
             )
         rows = positions[:, None] if positions.ndim == 1 else positions
         # A padded slot belongs to no request, whichever row of the batch it is in.

@@ -31,7 +31,7 @@ from megatron_router_replay.mcore.core.call import RouterCounts, RoutingCall, To
 from megatron_router_replay.mcore.core.streams import to_host
 from megatron_router_replay.mcore.model.find import FoundRouter, wrappers
 from megatron_router_replay.mcore.sessions.agreement import Agreement
-from megatron_router_replay.mcore.sessions.group_check import GroupCheck, GroupResult, Numbers
+from megatron_router_replay.mcore.sessions.group_check import GroupCheck, GroupResult, RankSummary
 from megatron_router_replay.mcore.sessions.report import SessionReport
 from megatron_router_replay.mcore.sessions.routers import SessionRouters
 
@@ -70,8 +70,8 @@ class Strategy(ABC):
         """Wait for copies to the host."""
 
     @abstractmethod
-    def numbers(self) -> dict[str, Any]:
-        """Return fields of this rank's `Numbers`."""
+    def summary(self) -> dict[str, Any]:
+        """Return fields of this rank's `RankSummary`."""
 
 
 class Microbatches:
@@ -278,16 +278,16 @@ class Microbatches:
     def finish(self, problems: list[str]) -> list[str]:
         """Return the problems of this rank and of its group."""
         at_fault = bool(problems)
-        numbers = Numbers(
+        summary = RankSummary(
             at_fault=at_fault,
             chunks=len(self.chunks),
             stage=None if self._stage is None else [*self._stage, [chunk.digest for chunk in self.chunks]],
             **_row_counts(self.chunks),
-            **self.strategy.numbers(),
+            **self.strategy.summary(),
         )
         try:
             # Also where this rank is at fault, because all ranks wait for its numbers.
-            result = self.group_check.finish(numbers)
+            result = self.group_check.finish(summary)
         except ReplayStateError as error:  # a rank never came: this rank's own problems are raised with it
             return [*problems, str(error)]
         self.result = result

@@ -136,7 +136,7 @@ class RecordedRoutes(Strategy):
         self._copied = {}
 
     # ---- the end
-    def numbers(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """Return the number of rows, on which the ranks agree."""
         return {"num_rows": self.num_rows}
 

@@ -226,11 +226,11 @@ class TraceRoutes(Strategy):
         return used
 
     # ---- the end
-    def numbers(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """Return the options that all ranks must share, and the agreement."""
         return {
             "options": self._options,
-            "agreement": None if self.agreement is None else self.agreement.numbers(),
+            "agreement": None if self.agreement is None else self.agreement.summary(),
         }
 
 
