@@ -47,9 +47,9 @@ __getattr__, __dir__ = lazy_names(
     {
         "DecodeOptions": "options",
         "ModelRoutingInfo": "model_info",
-        "RoutingSegments": "segments",
+        "RoutingSegments": "routing_segments",
         "array": "array",
-        "join_prefill_decode": "segments",
+        "join_prefill_decode": "routing_segments",
         "megatron": "decoders.megatron",
         "sglang": "decoders.sglang",
         "sglang_jax": "decoders.sglang_jax",
