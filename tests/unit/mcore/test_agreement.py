@@ -376,7 +376,7 @@ def test_a_session_may_begin_in_inference_mode_and_go_on_in_another():
         with mode():
             forward(chunk, session)
     assert session.report.forwards == 9
-    session.close(verify=False)
+    session.close(check=False)
 
 
 @pytest.mark.parametrize(
