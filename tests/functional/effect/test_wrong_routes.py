@@ -32,7 +32,11 @@ LEAST = {TOP_1: 19, TOP_2: 17, TOP_4: 21, TOP_8: 21}
 """Of 21 faults, so many raise at the dose of their tracker."""
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+@pytest.mark.parametrize(
+    "shape",
+    [shape if shape in (TOP_1, TOP_4) else pytest.param(shape, marks=pytest.mark.slow) for shape in SHAPES],
+    ids=lambda shape: shape.name,
+)
 def test_faults_raise_at_the_doses_of_their_trackers(shape):
     routes = scores, right, foreign = routes_to_damage(trained(shape, 0, ALL_STEPS if shape is TOP_2 else STEPS))
     assert len(FAULTS) == 21
