@@ -82,7 +82,7 @@ def test_a_version_of_256_rows_has_a_noise_of_its_own():
         9: [(0, OUTSIDE), (0, OUTSIDE), *[(0, LIVE)] * 2],
     }
     versions = np.repeat([7, 8, 9], [256, 256, 255])
-    rows = rows_of((256, chosen[7]), (256, chosen[8]), (255, chosen[9]), chance=[[0.1]], versions=versions)
+    rows = rows_of((256, chosen[7]), (256, chosen[8]), (255, chosen[9]), chance=[[0.1] * 4], versions=versions)
     noise, which = rows.noise()
     assert noise[which[0]] == 0.25
     assert noise[which[256]] == 0.02
