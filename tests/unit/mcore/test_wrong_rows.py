@@ -136,7 +136,7 @@ def test_a_mask_is_none_while_the_session_is_open_and_no_number():
     trace = recorded(Chunk())
     session = mrr.replay(Chunk(), trace)
     assert session.report.wrong_rows is None
-    session.close(verify=False)
+    session.close(check=False)
     session, _ = replay(trace)
     assert not [name for name in session.report.metrics() if "wrong" in name]
 
