@@ -269,7 +269,7 @@ def test_eight_wrong_rows_on_each_of_two_ranks_raise(num_wrong, raises):
         scores, replayed = routes(400, rank, topk=8, noise=0.01)
         replayed[100 : 100 + num_wrong] = scores[100 : 100 + num_wrong].topk(8, largest=False).indices
         add(each, scores, replayed)
-        assert max(each.numbers()["findings"])[0] == 6 * num_wrong
+        assert max(each.summary()["findings"])[0] == 6 * num_wrong
     assert bool(found(*ranks)[0]) == raises
 
 
