@@ -1,4 +1,4 @@
-"""slime, miles, NeMo-RL and SkyRL, unedited: each decision of their routers while this package follows their tokens."""
+"""slime, miles, NeMo-RL, SkyRL, ROLL and ms-swift, unedited: each decision of their routers while routes follow tokens."""
 
 import re
 from collections import Counter

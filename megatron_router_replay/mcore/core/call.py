@@ -206,7 +206,9 @@ class RoutingCall:
                 f"MRR201: {tape.layer_of(self.router)} routes {num_tokens} tokens to {topk} experts each, its routes "
                 f"have shape {list(used.shape)}: give one row per token, in its order (s-major, this rank's tokens)."
             )
-        self.used = used.to(device=scores.device, dtype=torch.int64)
+        if used.dtype is not torch.int64 or used.device != scores.device:
+            used = used.to(device=scores.device, dtype=torch.int64)
+        self.used = used
         has_gradients = torch.is_grad_enabled()
         if TOPK_ORDER_FOLLOWS_GRAD and has_gradients:
             # Sums over the columns depend on their order. A live top-k sorts them by score if gradients are enabled;

@@ -24,6 +24,9 @@ from megatron_router_replay.mcore.model.upstream import check_names
 
 _TAPE = "router_replay_tape"
 
+_TRANSFORMER_ENGINE = "transformer_engine.pytorch.distributed"
+"""Not imported here: a checkpoint of a package that is not loaded cannot run."""
+
 
 def install() -> None:
     """Wrap the checkpoints of torch, Megatron-Core and Transformer Engine, once each.
@@ -34,8 +37,7 @@ def install() -> None:
     _wrap_reentrant(torch_checkpoints, "CheckpointFunction")
     _wrap_reentrant(megatron_checkpoints, "CheckpointFunction")
     _wrap_hooks(torch_checkpoints)
-    # Not imported here: a checkpoint of a package that is not loaded cannot run.
-    transformer_engine = sys.modules.get("transformer_engine.pytorch.distributed")
+    transformer_engine = sys.modules.get(_TRANSFORMER_ENGINE)
     if transformer_engine is not None:
         loss = "its recomputes look like forwards"
         names = ("_CheckpointFunction", "_checkpoint_hook", "_recomputation_hook")
@@ -51,7 +53,13 @@ def is_installed() -> bool:
         and hasattr(torch_checkpoints._recomputation_hook, _TAPE)
         and hasattr(torch_checkpoints.CheckpointFunction.forward, _TAPE)
         and hasattr(megatron_checkpoints.CheckpointFunction.forward, _TAPE)
+        and (_TRANSFORMER_ENGINE not in sys.modules or _wraps_transformer_engine())
     )
+
+
+def _wraps_transformer_engine() -> bool:
+    module = sys.modules[_TRANSFORMER_ENGINE]
+    return hasattr(module._checkpoint_hook, _TAPE) and hasattr(module._CheckpointFunction.forward, _TAPE)
 
 
 def _wrap_reentrant(module: Any, name: str) -> None:

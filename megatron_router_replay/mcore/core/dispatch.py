@@ -60,8 +60,23 @@ class TensorIdentity(NamedTuple):
         """Return whether a tensor is this memory, read alike."""
         # Not the tensors, because autograd hands on aliases where a module has a full backward hook. While a storage lives,
         # no different tensor can have its address.
-        same = entering.untyped_storage() is self.storage() and entering.data_ptr() == self.address
-        return same and (entering.shape, entering.stride(), entering.dtype) == (self.shape, self.stride, self.dtype)
+        return (
+            entering.data_ptr() == self.address
+            and entering.untyped_storage() is self.storage()
+            and entering.shape == self.shape
+            and entering.stride() == self.stride
+            and entering.dtype is self.dtype
+        )
+
+    def is_unwritten(self, entering: Tensor) -> bool:
+        """Return whether this memory was not written to since; on a CUDA device an assertion follows instead."""
+        if not isinstance(self.version, Tensor):
+            return bool(entering._version == self.version)
+        same = (entering == self.version).all()
+        if same.device.type == "cpu":
+            return bool(same)
+        torch._assert_async(same, "a routing map or probabilities were written to between a router and its dispatcher")
+        return True
 
 
 class Left(NamedTuple):
@@ -79,8 +94,8 @@ class Left(NamedTuple):
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.left: WeakKeyDictionary[Any, Left] = WeakKeyDictionary()
-        """By router."""
+        self.left: dict[int, Left] = {}
+        """By the router's id. One that was freed leaves identities of tensors that are freed, too."""
 
 
 thread = _Thread()
@@ -120,30 +135,13 @@ def _checked(kind: type, original: Any) -> Any:
     return dispatch_preprocess
 
 
-def _is_written(entering: Tensor, version: int | Tensor) -> bool:
-    """Return whether a tensor was written to since it left the router; a CUDA device asserts, and the host returns False.
-
-    Args:
-        version: the tensor's version then; a copy of it where it is an inference tensor.
-    """
-    if not isinstance(version, Tensor):
-        return bool(entering._version != version)
-    is_written = (entering != version).any()
-    if is_written.device.type == "cpu":
-        return bool(is_written)
-    torch._assert_async(
-        ~is_written, "a routing map or probabilities were written to between a router and its dispatcher"
-    )
-    return False
-
-
 @_disable_dynamo
 def _check(dispatcher: Any, routing_map: Tensor, probs: Tensor) -> None:
     reference = _router_of.get(dispatcher)
     router = None if reference is None else reference()
     if router is None:
         return
-    left = thread.left.pop(router, None)
+    left = thread.left.pop(id(router), None)
     if left is None:
         if router in held_routers:
             raise ReplayStateError(
@@ -157,7 +155,7 @@ def _check(dispatcher: Any, routing_map: Tensor, probs: Tensor) -> None:
         ("other probabilities", probs, left.probs),
     ):
         same = identity.is_of(entering)
-        if not same or _is_written(entering, identity.version):
+        if not (same and identity.is_unwritten(entering)):
             raise ReplayStateError(
                 f"MRR415: {tape.layer_of(router)}: its token dispatcher got {what} than left the router"
                 f"{' (written in place)' if same else ''}. A hook, wrapper or module between the two may read both "

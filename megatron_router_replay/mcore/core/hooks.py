@@ -82,6 +82,7 @@ def unregister(router: Any, source: RoutingSource) -> None:
     sources[:] = [each for each in sources if each is not source]
     if not sources:
         dispatch.held_routers.discard(router)
+        dispatch.thread.left.pop(id(router), None)  # of a forward that failed
 
 
 def forget() -> None:
@@ -229,11 +230,19 @@ def install() -> None:
     tape.before_run = _check_routing
 
 
+def _wraps_routing() -> bool:
+    return hasattr(TopKRouter.routing, "is_hook") and is_hook(getattr(router_module, TOPK_FUNCTION))
+
+
 def _check_routing() -> None:
     """Raise if routers no longer pass the hooks; a run of a checkpoint asks nothing more, because many run in a step."""
-    in_place = hasattr(TopKRouter.routing, "is_hook") and is_hook(getattr(router_module, TOPK_FUNCTION))
-    if not in_place and (dispatch.held_routers or active):
+    if not _wraps_routing() and (dispatch.held_routers or active):
         check_installed()
+
+
+def is_installed() -> bool:
+    """Return whether the hooks are in place."""
+    return _wraps_routing() and checkpoints.is_installed()
 
 
 def check_installed() -> None:
@@ -262,7 +271,7 @@ def _routing_hook(original: Any) -> Any:
         sources = _sources.get(self)
         if sources is not None:
             # The call before entered no dispatcher, if it was a recompute of the router alone, or failed after the routing.
-            dispatch.thread.left.pop(self, None)
+            dispatch.thread.left.pop(id(self), None)
         if sources is None or (not sources and _is_left_to(getattr(self, REPLAY_ARGUMENT, None))):
             return _pass_on(original, self, logits, *args, **kwargs)
         call, is_written = routing_call(self, sources, logits.shape[:-1])
@@ -290,7 +299,7 @@ def _routing_hook(original: Any) -> Any:
         if sources or call is not None:
             verified = call if call is not None and call.counter.verify_entering else None
             try:
-                dispatch.thread.left[self] = dispatch.Left(
+                dispatch.thread.left[id(self)] = dispatch.Left(
                     dispatch.TensorIdentity.of(routing_map),
                     dispatch.TensorIdentity.of(probs),
                     *(() if verified is None else (verified.counter, verified.used)),

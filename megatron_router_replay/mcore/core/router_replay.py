@@ -31,6 +31,7 @@ _LOG = logging.getLogger(__name__)
 RouterReplayAction = upstream.RouterReplayAction
 """Megatron-Core's own enum of the actions of a RouterReplay: RECORD, REPLAY_FORWARD and REPLAY_BACKWARD."""
 
+_ACTIONS = {action.value: action for action in RouterReplayAction}
 _REPLAYS = (RouterReplayAction.REPLAY_FORWARD, RouterReplayAction.REPLAY_BACKWARD)
 
 # A RouterReplay reports nothing; its calls need one. A tape keeps int64, because each conversion is a launch.
@@ -73,20 +74,23 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
             hooks.active.discard(self)
         else:
             # By value: a trainer may have an enum of its own with the same members.
-            known = {member.value: member for member in RouterReplayAction}
-            if getattr(action, "value", None) not in known:
+            known = _ACTIONS.get(getattr(action, "value", None))
+            if known is None:
                 raise ReplayStateError(f"MRR101: {action!r} is no RouterReplayAction.")
-            action = known[action.value]
-            hooks.install()
-            hooks.check_installed()
-            hooks.once_active.add(self)
-            hooks.active.add(self)
+            action = known
+            if not hooks.is_installed():
+                hooks.install()
+                hooks.check_installed()
+            if self._action is None:
+                hooks.once_active.add(self)
+                hooks.active.add(self)
         self._action = action
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A copy of a driven model replays its own copied targets: set its action again, for the sets of `hooks`.
-        self.__dict__.update(state)
-        self.router_replay_action = self._action
+        action = state["_action"]
+        self.__dict__.update(state, _action=None)
+        self.router_replay_action = action
 
     @staticmethod
     def set_replay_data(all_layers_topk_indices: list[Tensor]) -> None:
@@ -244,11 +248,13 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
                 f"MRR417: {self._action.name} without a target: call set_target_indices or RouterReplay.set_replay_data "
                 "before each forward. REPLAY_BACKWARD takes the targets in the order of the forwards, each once."
             )
-        if not hasattr(target, _CHECKED) or getattr(target, _CHECKED) != target._version:
+        version, largest = getattr(target, _CHECKED, (None, None))
+        if version is None or version != target._version:
             ((target, _),) = as_targets([target])  # assigned by hand, or written to since
+            largest = getattr(target, _CHECKED)[1]
         # On a GPU looking would wait for the device; there the gather asserts that each id is an expert's.
-        if not target.is_cuda and target.numel() and not 0 <= int(target.min()) <= int(target.max()) < num_experts:
-            raise TraceError(f"MRR103: a replay target names expert {int(target.max())} of {num_experts} experts.")
+        if largest is not None and largest >= num_experts:
+            raise TraceError(f"MRR103: a replay target names expert {largest} of {num_experts} experts.")
         used = to_device(target, request.scores.device)
         # A driver may write its next micro-batch into the target; the tape keeps the experts of this one.
         return used.clone() if call.is_written and used is target else used
@@ -264,7 +270,7 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
 setattr(RouterReplay, REPLAY_METHOD, RouterReplay.get_replay_topk)
 
 _CHECKED = "router_replay_checked"
-"""On a target: its version when it was checked. A target that was written to since is checked again."""
+"""On a target: (its version when it was checked, its largest id; None: on a GPU). One written to since is checked again."""
 
 
 def as_targets(targets: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
@@ -283,6 +289,7 @@ def as_targets(targets: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
         stack = torch.stack([copies[position] for position in positions])
         ordered = stack.sort(dim=2).values
         wrong = (ordered[..., 1:] == ordered[..., :-1]).any(dim=2) | (ordered < 0).any(dim=2)
+        largest: list[int | None] = [None] * len(positions)
         if wrong.is_cuda:
             torch._assert_async(~wrong.any(), "a negative or repeated expert id in a replay target")
         elif bool(wrong.any()):
@@ -291,11 +298,13 @@ def as_targets(targets: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
                 f"MRR103: row {row} of the replay target is {stack[layer][row].tolist()}: ids must be distinct and not "
                 "negative; rows without a route are for a session, which lets the live router decide them."
             )
-        for position, second in zip(positions, stack):
+        elif ordered.numel():
+            largest = ordered.flatten(1).amax(dim=1).tolist()
+        for position, second, largest_id in zip(positions, stack, largest):
             second_copies[position] = second
-    for target in (*copies, *second_copies):
-        if not target.is_inference():  # which has no version, and is checked at each use
-            setattr(target, _CHECKED, target._version)
+            for target in (copies[position], second):
+                # An inference tensor has no version, and is checked at each use.
+                setattr(target, _CHECKED, (None if target.is_inference() else target._version, largest_id))
     return list(zip(copies, second_copies))
 
 

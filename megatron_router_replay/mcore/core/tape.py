@@ -163,6 +163,13 @@ class CheckpointState(NamedTuple):
     is_written: bool
 
 
+_NO_RECOMPUTE = {
+    (repeats, is_written): CheckpointState(None, repeats, is_written)
+    for repeats in (False, True)
+    for is_written in (False, True)
+}
+
+
 def checkpoint_state() -> CheckpointState:
     """Return the CheckpointState of this thread."""
     # A number for every backward; -1: none runs in this thread.
@@ -171,7 +178,7 @@ def checkpoint_state() -> CheckpointState:
         if run.reads:
             # A backward nested in a recompute makes router calls that are not on this tape.
             return CheckpointState(run if run.task == task else None, True, run is not runs[-1])
-    return CheckpointState(None, task != -1, bool(runs))
+    return _NO_RECOMPUTE[task != -1, bool(runs)]
 
 
 def write(entry: Entry) -> None:

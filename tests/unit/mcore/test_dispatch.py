@@ -150,7 +150,7 @@ def check_raises(place, change):
     )
     with planted(chunk, place, change), refused as error:
         forward(chunk, session)
-    session.close(verify=False)
+    session.close(check=False)
     return str(error.value)
 
 
@@ -195,10 +195,12 @@ def test_an_alias_passes(mode):
 
 def test_a_write_to_an_inference_tensor_on_a_gpu_is_asserted_there():
     """The host does not wait to learn of it."""
-    values = torch.tensor([1, 2])
-    assert not dispatch._is_written(on_a_gpu(values), values)
+    with torch.inference_mode():
+        values = torch.tensor([1, 2])
+    identity = dispatch.TensorIdentity.of(values)
+    assert identity.is_unwritten(on_a_gpu(values))
     with pytest.raises(RuntimeError, match="written to between a router and its dispatcher"):
-        dispatch._is_written(on_a_gpu(values + 1), values)
+        identity.is_unwritten(on_a_gpu(values + 1))
 
 
 def test_memory_that_is_used_again_is_not_taken_for_the_map_that_was_there(monkeypatch):
@@ -224,7 +226,7 @@ def test_memory_that_is_used_again_is_not_taken_for_the_map_that_was_there(monke
     again = pytest.raises(ReplayStateError, match="MRR415: layer 2: its token dispatcher got another routing map")
     with again, torch.no_grad():  # a graph would keep the memory
         forward(chunk, session)
-    session.close(verify=False)
+    session.close(check=False)
 
 
 def test_a_dispatcher_class_that_is_patched_inside_a_session_raises():

@@ -3,11 +3,13 @@
 import pytest
 import torch
 from megatron.core.transformer.moe import router_replay as upstream
+from megatron.core.transformer.moe.router import TopKRouter
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import checkpoint as torch_checkpoints
 
 from megatron_router_replay.errors import ReplayStateError, TraceError
 from megatron_router_replay.mcore import RouterReplay, RouterReplayAction
-from tests.unit.mcore.tiny_chunk import unknown
+from tests.unit.mcore.tiny_chunk import transformer_engine, unknown
 
 has_static_buffers = pytest.mark.skipif(
     not hasattr(upstream.RouterReplay, "set_static_buffer"), reason="Megatron-Core has static buffers since 0.17"
@@ -100,6 +102,24 @@ def test_a_target_that_does_not_fit_the_forward_raises_when_it_is_used(target, e
         route(replay)
 
 
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (transformer_engine, "_checkpoint_hook"),
+        (transformer_engine._CheckpointFunction, "forward"),
+        (torch_checkpoints, "_recomputation_hook"),
+        (TopKRouter, "routing"),
+    ],
+)
+def test_an_action_wraps_what_was_loaded_since_the_one_before(monkeypatch, owner, name):
+    replay = replaying(TARGET)
+    hook = getattr(owner, name)
+    plain = hook.__mro__[1] if isinstance(hook, type) else lambda *args: None
+    monkeypatch.setattr(owner, name, plain)
+    replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+    assert getattr(owner, name) is not plain
+
+
 def test_a_target_that_went_past_the_method_is_checked_where_it_is_used():
     for action in (RouterReplayAction.REPLAY_FORWARD, RouterReplayAction.REPLAY_BACKWARD):
         replay = RouterReplay()
@@ -115,6 +135,9 @@ def test_a_target_that_was_written_to_is_checked_at_its_next_use(mode):
     with mode():
         replay = replaying(TARGET)
         assert route(replay)[1].tolist() == TARGET.tolist()
+        replay.target_topk_idx[0, 0] = 7
+        with pytest.raises(TraceError, match="names expert 7 of 4 experts"):
+            route(replay)
         replay.target_topk_idx.zero_()
         with pytest.raises(TraceError, match="row 0 of the replay target"):
             route(replay)
