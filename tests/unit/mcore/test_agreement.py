@@ -12,9 +12,9 @@ import torch
 import megatron_router_replay as mrr
 from megatron_router_replay import checks
 from megatron_router_replay.mcore.sessions import verdict
-from megatron_router_replay.mcore.sessions.agreement import Agreement
+from megatron_router_replay.mcore.sessions.agreement import Agreement, LiveAgreement
 from megatron_router_replay.mcore.sessions.blocks import EVIDENCE, ComparedRows
-from megatron_router_replay.mcore.sessions.verdict import Part
+from megatron_router_replay.mcore.sessions.verdict import Finding, Part, Sums
 from tests.unit.mcore.tiny_chunk import ROWS, Chunk, forward, random_trace, tokens
 
 LAYERS = 4
@@ -261,6 +261,18 @@ def test_a_sample_whose_parts_are_too_small_on_each_rank_raises_by_all_of_them()
     assert {part.name for part in parts} == {"0 0.1.5 [2]"}, "right samples have no part to add"
 
 
+@pytest.mark.parametrize(("num_wrong", "raises"), [(7, False), (8, True)])
+def test_eight_wrong_rows_on_each_of_two_ranks_raise(num_wrong, raises):
+    """A row is evidence of 6, and noise takes off 15 once: 2 * 8 * 6 - 15 is 81, 2 * 7 * 6 - 15 is 69."""
+    ranks = [comparing(topk=8, rank=rank, sharing=(0, 2, 0)) for rank in range(2)]
+    for rank, each in enumerate(ranks):
+        scores, replayed = routes(400, rank, topk=8, noise=0.01)
+        replayed[100 : 100 + num_wrong] = scores[100 : 100 + num_wrong].topk(8, largest=False).indices
+        add(each, scores, replayed)
+        assert max(each.summary()["findings"])[0] == 6 * num_wrong
+    assert bool(found(*ranks)[0]) == raises
+
+
 @pytest.mark.parametrize(("each", "raises"), [(43.4, False), (43.6, True)])
 def test_what_noise_rises_on_one_rank_is_taken_off_once_for_two(each, raises):
     names = (f"{number}" for number in range(100))
@@ -367,6 +379,16 @@ def test_routes_that_agree_little_are_warned_of_once(monkeypatch):
         warnings.simplefilter("error")
         session.close()
     assert 0.25 < session.report.agreement.all_layers < 0.6
+
+
+def test_a_report_remarks_on_layers_below_a_half_and_on_evidence_from_72_on():
+    def remarks(shared, evidence):
+        layers = {7: Sums(100, shared, 128, shared, 128)}
+        return LiveAgreement(layers=layers, num_layers=1, block=Finding(evidence, "rows 4 to 9")).low()
+
+    assert remarks(64, 71.9) == []
+    assert remarks(63, 71.9) == [("least layer", "49%", "layer 7: routes of older weights, or of other rows?")]
+    assert remarks(64, 72.0) == [("evidence of wrong rows", "72", "rows 4 to 9")]
 
 
 def test_a_session_may_begin_in_inference_mode_and_go_on_in_another():
