@@ -59,8 +59,14 @@ GROUPS = [
     ),
     Group(
         name="effect",
-        tests=("tests/functional/effect",),
+        tests=("tests/functional/effect/test_effect.py",),
         sources=("examples/effect/", "examples/grpo/"),
+    ),
+    Group(
+        name="wrong routes",
+        tests=("tests/functional/effect/test_wrong_routes.py",),
+        sources=("examples/effect/",),
+        rooms=("mcore/sessions",),
     ),
     Group(
         name="GRPO",

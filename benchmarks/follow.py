@@ -102,7 +102,7 @@ def measure(
         with _Count() as count:
             call()
         counts.append(count.number)
-    session.close(verify=False)
+    session.close(check=False)
     return hand, follow, counts[0], counts[1]
 
 

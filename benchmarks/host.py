@@ -118,7 +118,7 @@ class Replays:
             model = Model(config, use_reentrant)
             session = mrr.replay(model, trace, **chosen)
             # Random routes, which no router would choose: they are compared, and not judged.
-            sessions.callback(session.close, verify=False)
+            sessions.callback(session.close, check=False)
             self.runs[name] = partial(self._follow, model, session, rows)
 
     def _run(self, model: Model) -> None:

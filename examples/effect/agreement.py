@@ -84,9 +84,9 @@ class Outcome:
 
 
 def outcome(ranks: Sequence[Agreement]) -> Outcome:
-    numbers = [rank.numbers() for rank in ranks]
-    found = judge(numbers, 0.25)
-    evidence = max((each[0] for of_rank in numbers for each in of_rank["findings"]), default=0.0)
+    summaries = [rank.summary() for rank in ranks]
+    found = judge(summaries, 0.25)
+    evidence = max((each[0] for of_rank in summaries for each in of_rank["findings"]), default=0.0)
     least = min((value for rank in ranks for value in rank.report().judged.values()), default=1.0)
     says = "raises" if found.problems else "warns" if found.warnings else ""
     return Outcome(says, evidence, least, "".join(found.problems or found.warnings))
@@ -304,12 +304,16 @@ def is_beyond(engine: str, shape: Shape) -> bool:
 
 
 def legal_sessions(
-    network: Network, seed: int, older: Mapping[int, Network] | None = None
+    network: Network,
+    seed: int,
+    older: Mapping[int, Network] | None = None,
+    layouts: Sequence[str] = tuple(LAYOUTS),
 ) -> Iterator[tuple[str, str, str, Outcome]]:
     """Yield (engine, text, layout, outcome) of legal sessions.
 
     Args:
         older: steps -> the network before so many steps of training.
+        layouts: names of LAYOUTS.
     """
     shape, engines = network.shape, legal_engines(network, seed)
     engines |= {f"older, {steps} steps": each for steps, each in (older or {}).items()}
@@ -321,8 +325,8 @@ def legal_sessions(
             routes[f"half of the samples {name}"] = torch.cat([routes["bf16"][:, :half], routes[name][:, half:]], 1)
             routes[f"prefixes {name}"] = torch.cat([routes[name][:, :, :prefix], routes["bf16"][:, :, prefix:]], 2)
         for name, replayed in routes.items():
-            for layout, options in LAYOUTS.items():
-                yield name, of_text, layout, outcome(compared(shape, scores, replayed, **options))
+            for layout in layouts:
+                yield name, of_text, layout, outcome(compared(shape, scores, replayed, **LAYOUTS[layout]))
 
 
 def show_legal(shapes: Sequence[Shape], seeds: int) -> None:

@@ -137,8 +137,8 @@ class Capturer:
         if self._forward is not None:
             raise CaptureError("MRR702: a forward inside an announced forward: announce each separately.")
         numbers = np.array([-1 if name is None else self._request(name).number for name in request_ids], np.int64)
-        forward = Forward.lay_out(numbers, as_integers(positions))
-        num_tokens = len(forward.numbers)
+        forward = Forward.of_batch(numbers, as_integers(positions))
+        num_tokens = len(forward.request_numbers)
         if num_tokens > self._buffer.max_num_tokens:
             raise CaptureError(
                 f"MRR702: a forward of {num_tokens} token slots does not fit "
@@ -148,7 +148,7 @@ class Capturer:
             forward.put_token_ids(self._buffer.token_ids, input_ids)
         self._forward = forward
         # A forward of dummies alone, as in warm-up, costs nothing.
-        is_captured = bool((forward.numbers >= 0).any())
+        is_captured = bool((forward.request_numbers >= 0).any())
         try:
             if is_captured:
                 self._buffer.begin(num_tokens)

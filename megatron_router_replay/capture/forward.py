@@ -23,7 +23,7 @@ class Forward:
     """Request and position of each token slot of a forward, in the order of memory.
 
     Args:
-        numbers: [num_tokens], the request's number; -1 on padding and in rows that are not captured.
+        request_numbers: [num_tokens], the request's number; -1 on padding and in rows that are not captured.
         positions: [num_tokens], in the request.
         shape: [batch, length] of the input_ids.
         has_token_ids: whether the tokens were seen.
@@ -31,7 +31,7 @@ class Forward:
         eager_stamps: [num_layers], calls and rows of eager routers.
     """
 
-    numbers: IntArray
+    request_numbers: IntArray
     positions: IntArray
     shape: tuple[int, ...]
     has_token_ids: bool = False
@@ -39,22 +39,22 @@ class Forward:
     eager_stamps: Sequence[int] = ()
 
     @classmethod
-    def lay_out(cls, numbers: IntArray, positions: IntArray) -> Forward:
-        """Return the forward of sequences with these numbers, [batch]; positions are [batch, length] or [batch].
+    def of_batch(cls, request_numbers: IntArray, positions: IntArray) -> Forward:
+        """Return the forward of sequences with these request numbers, [batch]; positions are [batch, length] or [batch].
 
         Raises:
             CaptureError: the shapes do not fit, or a position is below -1.
         """
         if positions.size and positions.min() < -1:
             raise CaptureError(f"MRR702: a position is {positions.min()}: tokens count from 0, padding is -1.")
-        if positions.ndim not in (1, 2) or len(positions) != len(numbers):
+        if positions.ndim not in (1, 2) or len(positions) != len(request_numbers):
             raise CaptureError(
-                f"MRR702: positions of shape {list(positions.shape)} do not fit {len(numbers)} request ids: expected [batch, "
-                "length], or [batch] with one token each."
+                f"MRR702: positions of shape {list(positions.shape)} do not fit {len(request_numbers)} request ids: expected "
+                "[batch, length], or [batch] with one token each."
             )
         rows = positions[:, None] if positions.ndim == 1 else positions
         # A padded slot belongs to no request, whichever row of the batch it is in.
-        slots = np.where(rows >= 0, numbers[:, None], -1)
+        slots = np.where(rows >= 0, request_numbers[:, None], -1)
         return cls(slots.reshape(-1), rows.reshape(-1), rows.shape)
 
     def put_token_ids(self, destination: Tensor, input_ids: Tensor, attention_mask: Any = None) -> None:
@@ -68,7 +68,7 @@ class Forward:
         Raises:
             CaptureError: another shape than announced.
         """
-        num_tokens, shape = len(self.numbers), tuple(input_ids.shape)
+        num_tokens, shape = len(self.request_numbers), tuple(input_ids.shape)
         # A packed batch is announced as [total] or [1, total], and models take both shapes.
         if shape != self.shape and not (1 in self.shape and input_ids.numel() == num_tokens):
             raise CaptureError(

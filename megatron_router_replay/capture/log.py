@@ -103,11 +103,11 @@ class StepLog:
 
     def has_room(self, forward: Forward) -> bool:
         """Return whether another step fits."""
-        return self._used + self._buffer.step_size(len(forward.numbers)) <= len(self._memory)
+        return self._used + self._buffer.step_size(len(forward.request_numbers)) <= len(self._memory)
 
     def append(self, forward: Forward) -> None:
         """Copy a step from the buffer after its forward, without a synchronization."""
-        num_tokens = len(forward.numbers)
+        num_tokens = len(forward.request_numbers)
         size = self._buffer.step_size(num_tokens)
         memory = self._memory[self._used : self._used + size]
         if not self._on_gpu:
@@ -141,11 +141,11 @@ class StepLog:
         errors: list[CaptureError] = []
         parts = [np.zeros(0, self._token_dtype)]  # concatenate needs one array at least
         for forward, memory in self.clear():
-            num_tokens = len(forward.numbers)
+            num_tokens = len(forward.request_numbers)
             head, routes = (part.numpy() for part in self._buffer.split_step(memory, num_tokens))
             stamps, token_ids = np.split(head, [len(self._layer_numbers)])
             tokens = np.zeros(num_tokens, self._token_dtype)
-            tokens["number"], tokens["position"] = forward.numbers, forward.positions
+            tokens["number"], tokens["position"] = forward.request_numbers, forward.positions
             tokens["token_id"] = token_ids if forward.has_token_ids else UNSEEN
             tokens["routes"] = routes.swapaxes(0, 1)  # the device writes layer by layer, a request has rows by token
             # Padding (-1) and requests that have ended since the step ran.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megatron_router_replay.engines.decoders.vllm import vllm
     from megatron_router_replay.engines.model_info import ModelRoutingInfo
     from megatron_router_replay.engines.options import DecodeOptions
-    from megatron_router_replay.engines.segments import RoutingSegments, join_prefill_decode
+    from megatron_router_replay.engines.routing_segments import RoutingSegments, join_prefill_decode
 
 __all__ = [
     "DecodeOptions",
@@ -47,9 +47,9 @@ __getattr__, __dir__ = lazy_names(
     {
         "DecodeOptions": "options",
         "ModelRoutingInfo": "model_info",
-        "RoutingSegments": "segments",
+        "RoutingSegments": "routing_segments",
         "array": "array",
-        "join_prefill_decode": "segments",
+        "join_prefill_decode": "routing_segments",
         "megatron": "decoders.megatron",
         "sglang": "decoders.sglang",
         "sglang_jax": "decoders.sglang_jax",

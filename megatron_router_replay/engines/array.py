@@ -10,7 +10,7 @@ from megatron_router_replay.engines.model_info import ModelLike, as_model_info
 from megatron_router_replay.engines.options import DecodeOptions, SampleOptions
 from megatron_router_replay.engines.payload import Array, Source, as_array
 from megatron_router_replay.engines.reader import Reply, refuse_non_reply
-from megatron_router_replay.engines.rows import RowLayout, SampleRows, all_layers, build_trace
+from megatron_router_replay.engines.sample_rows import RowLayout, SampleRows, all_layers, build_trace
 from megatron_router_replay.engines.tokens import resolve_tokens
 from megatron_router_replay.errors import PayloadError
 from megatron_router_replay.trace import RoutingTrace
@@ -57,7 +57,7 @@ def decode(
         )
     if missing := [number for number in info.moe_layer_numbers if number not in numbers]:
         raise _SOURCE.error(f"MRR302: has no routes of the MoE layers {missing}.")
-    layout = RowLayout(parts=(array,), layer_numbers=numbers, last_row="route" if last_token_routed else "none")
+    layout = RowLayout(arrays=(array,), layer_numbers=numbers, last_row="route" if last_token_routed else "none")
     return build_trace([SampleRows(source=_SOURCE, layout=layout, tokens=tokens, options=sample)], model=info)
 
 

@@ -21,7 +21,7 @@ from megatron_router_replay.engines.options import (
     TokenIds,
 )
 from megatron_router_replay.engines.reader import Reply, ReplyReader
-from megatron_router_replay.engines.rows import RowLayout, SampleRows, build_trace
+from megatron_router_replay.engines.sample_rows import RowLayout, SampleRows, build_trace
 from megatron_router_replay.engines.tokens import SampleTokens, resolve_tokens
 from megatron_router_replay.errors import PayloadError
 from megatron_router_replay.trace import RoutingTrace
@@ -154,7 +154,7 @@ class Decoder(ReplyReader):
         may_be_empty = reply.aborted and tokens.nothing_generated
         if not has_routes and not may_be_empty:
             raise reply.source.error(lost)
-        none = RowLayout(parts=(), layer_numbers=model.moe_layer_numbers)
+        none = RowLayout(arrays=(), layer_numbers=model.moe_layer_numbers)
         layout = self.rows(reply, model, tokens) if has_routes else none
         return SampleRows(source=reply.source, layout=layout, tokens=tokens, options=options, may_be_empty=may_be_empty)
 

@@ -126,7 +126,7 @@ class ReplyReader:
         counts: fields that count the tokens of a choice. The chunks of a stream have all ids so far or the new ones, which
             a count of the output decides; without one they have the new ones.
         streams: whether the engine's streams have routes.
-        keep_all: advice for a response of several choices with the routes of the first one alone.
+        choices_advice: advice for a response of several choices with the routes of the first one alone.
         unwrap: applied to routes and ids before anything else.
         request_fields: for messages about fields that a reply does not have.
     """
@@ -135,7 +135,7 @@ class ReplyReader:
     fields: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: FIELDS)
     counts: Mapping[str, Kind] = field(default_factory=dict)
     streams: bool = False
-    keep_all: str = "Send one request a choice."
+    choices_advice: str = "Send one request a choice."
     unwrap: Callable[[Any, Source], Any] = lambda value, source: value
     request_fields: RequestFields = RequestFields()
 
@@ -181,7 +181,7 @@ class ReplyReader:
         if self._values("routed_experts", response) and not self._values("routed_experts", choices):
             raise source.error(
                 f"MRR312: with {len(choices)} choices it has the routes of the first result only; the rest are lost. "
-                f"{self.keep_all} Is this a reply of another engine?"
+                f"{self.choices_advice} Is this a reply of another engine?"
             )
         if self._values("prompt_routed_experts", response):
             # Without ids, n samples of a prompt look like a sample of each of n prompts.

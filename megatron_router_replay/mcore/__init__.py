@@ -4,7 +4,7 @@ from megatron_router_replay.mcore.core import hooks
 from megatron_router_replay.mcore.core.router_replay import RouterReplay, RouterReplayAction, install, uninstall
 from megatron_router_replay.mcore.core.tape import Tape
 from megatron_router_replay.mcore.model.layers import layer_numbers_of, routing_info
-from megatron_router_replay.mcore.sessions.explain import explain
+from megatron_router_replay.mcore.sessions.explanation import explain
 from megatron_router_replay.mcore.sessions.freeze import FreezeSession, freeze_recompute
 from megatron_router_replay.mcore.sessions.record import RecordSession, record
 from megatron_router_replay.mcore.sessions.replay import replay

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from megatron_router_replay.checks import as_integer, with_checked_options
 from megatron_router_replay.errors import TraceError, listed
+from megatron_router_replay.trace.from_samples import join_samples
 from megatron_router_replay.trace.ids import check_topk_indices
 from megatron_router_replay.trace.runs import as_slice
-from megatron_router_replay.trace.samples import join_samples
 from megatron_router_replay.trace.values import (
     as_integer_tensor,
     as_layer_numbers,

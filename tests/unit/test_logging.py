@@ -50,7 +50,7 @@ def test_a_session_left_by_an_exception_says_that_nothing_was_verified(trace, ca
     with pytest.raises(ZeroDivisionError), mrr.replay(Chunk(), trace):
         _ = 1 / 0
     assert messages(caplog)[-1] == (
-        "replay session was left by ZeroDivisionError; the routers are released, nothing was verified"
+        "replay session was left by ZeroDivisionError; the routers are released, nothing was checked"
     )
 
 

@@ -28,7 +28,7 @@ from megatron_router_replay.engines.decoder import Decoder
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.engines.payload import INTEGERS, Source, as_array
 from megatron_router_replay.engines.reader import Reply
-from megatron_router_replay.engines.rows import RowLayout
+from megatron_router_replay.engines.sample_rows import RowLayout
 from megatron_router_replay.engines.tokens import SampleTokens
 
 
@@ -55,7 +55,7 @@ def _unwrapped(value: Any, source: Source) -> Any:
 
 def _rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens) -> RowLayout:
     array = as_array(reply["routed_experts"], source=reply.source)
-    return RowLayout(parts=(array,), layer_numbers=model.moe_layer_numbers)
+    return RowLayout(arrays=(array,), layer_numbers=model.moe_layer_numbers)
 
 
 megatron = Decoder(

@@ -29,7 +29,7 @@ from megatron_router_replay.engines.decoder import Decoder
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.engines.payload import as_array, decode_base64, parse_int32, read_start
 from megatron_router_replay.engines.reader import FIELDS, Reply, RequestFields
-from megatron_router_replay.engines.rows import RowLayout, all_layers
+from megatron_router_replay.engines.sample_rows import RowLayout, all_layers
 from megatron_router_replay.engines.tokens import SampleTokens
 
 _KIMI_STUB = 3
@@ -44,7 +44,7 @@ def raw_rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens) -> Row
     if isinstance(value, (bytes, bytearray, memoryview)):
         value = parse_int32(bytes(value), source=source, num_columns=model.num_layers, topk=model.topk)
     array, start = as_array(value, source=source), read_start(reply["start"], "routed_experts_start_len", source)
-    return RowLayout(parts=(array,), layer_numbers=all_layers(model), start=start)
+    return RowLayout(arrays=(array,), layer_numbers=all_layers(model), start=start)
 
 
 def _rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens) -> RowLayout:
@@ -71,7 +71,7 @@ sglang = Decoder(
     },
     counts={"prompt_tokens": "prompt", "completion_tokens": "output"},
     streams=True,
-    keep_all="Use /generate, or send return_meta_info=true to the chat endpoint, which brings routes with each choice.",
+    choices_advice="Use /generate, or send return_meta_info=true to the chat endpoint, which brings routes with each choice.",
     rows=_rows,
     fix_counts=_with_stub,
     setup="Start the server with --enable-return-routed-experts and send return_routed_experts=true with each request. "

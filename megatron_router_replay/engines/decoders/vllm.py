@@ -37,7 +37,7 @@ from megatron_router_replay.engines.payload import (
     parse_tensor,
 )
 from megatron_router_replay.engines.reader import FIELDS, Reply, RequestFields
-from megatron_router_replay.engines.rows import RowLayout, all_layers
+from megatron_router_replay.engines.sample_rows import RowLayout, all_layers
 from megatron_router_replay.engines.tokens import SampleTokens
 
 
@@ -46,7 +46,7 @@ def _rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens) -> RowLay
     if reply["prompt_routed_experts"] is not None:
         return _rows_of_0_21(reply, model, tokens)
     rows, start = _read(reply["routed_experts"], reply.source)
-    return RowLayout(parts=(rows,), layer_numbers=all_layers(model), start=start)
+    return RowLayout(arrays=(rows,), layer_numbers=all_layers(model), start=start)
 
 
 def _rows_of_0_21(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens) -> RowLayout:
@@ -72,7 +72,7 @@ def _rows_of_0_21(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens) -
         numbers += tuple(number for number in all_layers(model) if number not in numbers)  # the columns of zeros
     # It always sends every row. With multi-token prediction the generation has a row for its last token as well: padding,
     # as far as is known.
-    return RowLayout(parts=parts, layer_numbers=numbers, last_row="padding", start=0)
+    return RowLayout(arrays=parts, layer_numbers=numbers, last_row="padding", start=0)
 
 
 def _read(value: Any, source: Source) -> tuple[Array, int | None]:

@@ -67,7 +67,7 @@ class Chunk:
         self._tp_rank, self._tp_size = int(get_pg_rank(group)), int(get_pg_size(group))
         self._sequence_parallel = bool(self.config.sequence_parallel)
         self.counts = Counts()  # of micro-batches, and of rows by kind
-        self._session: Any = None
+        self._microbatches: Any = None
         self._wrapped: dict[str, Any] = {}  # name -> the session's method on the module
         self._replaced: dict[str, Any] = {}  # name -> the instance's own method before, None: it had the class's
 
@@ -204,7 +204,7 @@ class Chunk:
             return
         self._is_done = True
         self.digest = [self.digest[0] + 1, zlib.crc32(current.digest.to_bytes(4), self.digest[1])]
-        self._session.on_done(self, current)
+        self._microbatches.on_done(self, current)
         current.free()
 
     def problems(self) -> Iterator[str]:
@@ -237,10 +237,10 @@ class Chunk:
     def wrap(self, microbatches: Any) -> None:
         """Wrap the methods that begin micro-batches; they call the session's in each forward."""
         # Weakly, so that methods which a copy of the model keeps do not keep the session.
-        self._session = weakref.proxy(microbatches)
-        self._wrap("forward", lambda inputs: self._session.on_forward(self, inputs), is_running=True)
+        self._microbatches = weakref.proxy(microbatches)
+        self._wrap("forward", lambda inputs: self._microbatches.on_forward(self, inputs), is_running=True)
         if hasattr(self.module, "build_schedule_plan"):  # its layers run later, outside of a forward of the module
-            self._wrap("build_schedule_plan", lambda inputs: self._session.follow(self, inputs), is_running=False)
+            self._wrap("build_schedule_plan", lambda inputs: self._microbatches.follow(self, inputs), is_running=False)
 
     def _wrap(self, name: str, begin: Callable[[ForwardInputs], None], *, is_running: bool) -> None:
         """Wrap a method of the module: `begin` gets the inputs of each call, after every hook on the module."""
@@ -252,7 +252,7 @@ class Chunk:
         @_disable_dynamo
         def enter(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
             # A copy of the model that was made inside the session is not under it.
-            if called is not module or bound is not self._wrapped.get(name) or not self._session.is_new_forward():
+            if called is not module or bound is not self._wrapped.get(name) or not self._microbatches.is_new_forward():
                 return False
             if self.given is None and any(kwargs.get(name) is not None for name in _CACHES):
                 raise ReplayStateError(

@@ -28,7 +28,7 @@ from megatron_router_replay.mcore.batches.inputs import (
     received_shape,
 )
 from megatron_router_replay.mcore.batches.misfit import Misfit, Names
-from megatron_router_replay.mcore.batches.rows import RowInputs
+from megatron_router_replay.mcore.batches.row_inputs import RowInputs
 from megatron_router_replay.mcore.batches.samples import (
     PADDING_ALONE,
     Reading,

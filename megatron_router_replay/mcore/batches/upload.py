@@ -25,7 +25,7 @@ class LayerRoutes:
     def __init__(self, topk_indices: Tensor) -> None:
         self.topk_indices = topk_indices
         self._stream = current_stream(topk_indices.device)
-        self._blocks: dict[int, tuple[Tensor, set[int], Any]] = {}
+        self._blocks: dict[int, tuple[tuple[Tensor, ...], set[int], Any]] = {}
 
     def layer(self, position: int) -> Tensor:
         """Return [num_tokens, topk] int64."""
@@ -35,15 +35,16 @@ class LayerRoutes:
             follow(self._stream, self.topk_indices)
             layers = range(number * _BLOCK, min((number + 1) * _BLOCK, self.topk_indices.shape[1]))
             source = self.topk_indices[:, layers.start : layers.stop].transpose(0, 1)
-            block = torch.empty(source.shape, dtype=torch.int64, device=source.device).copy_(source)
-            found = self._blocks[number] = block, set(layers), current_stream(block.device)
+            widened = torch.empty(source.shape, dtype=torch.int64, device=source.device).copy_(source)
+            found = self._blocks[number] = widened.unbind(), set(layers), current_stream(widened.device)
         block, missing, stream = found
+        layer = block[position % _BLOCK]
         if stream is not None:
-            follow(stream, block)
+            follow(stream, layer)
         missing.discard(position)
         if not missing:
             self._blocks.pop(number, None)
-        return block[position % _BLOCK]
+        return layer
 
 
 class KeptLayer:

@@ -121,7 +121,7 @@ class Agreement:
         self._row_sharing = (0, 1, 0)
         self._compared: list[ComparedLayer] = []
         self._num_on_host = 0
-        self._numbers: dict[str, Any] | None = None
+        self._summary: dict[str, Any] | None = None
 
     def next_layer(self, chunk: Chunk) -> int | None:
         """Return the position of the layer that a chunk's next micro-batch compares, or ALL; None: none is compared."""
@@ -171,7 +171,7 @@ class Agreement:
             stream.wait_stream(self._stream)  # so that waiting for the last stream is enough
             self._stream = stream
         self._compared.append(ComparedLayer(key, layer, microbatch.shape, microbatch.rows, packed, loads))
-        self._numbers = None
+        self._summary = None
 
     def _to_host(self) -> None:
         """Copy the comparisons of earlier micro-batches to the host, without a wait."""
@@ -189,9 +189,9 @@ class Agreement:
         self._num_on_host = len(self._compared)
 
     # ---- the end
-    def numbers(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """Return what this rank publishes at the end of the session; waits for the device once."""
-        if self._numbers is None:
+        if self._summary is None:
             replica, sharing, owner = self._row_sharing
             judgement = RankJudgement(
                 self._on_host(),
@@ -200,7 +200,7 @@ class Agreement:
                 rank=self.rank,
                 trace=self.trace,
             )
-            self._numbers = {
+            self._summary = {
                 "replica": replica,
                 "layers": judgement.sums,
                 "findings": sorted(judgement.findings, reverse=True)[:4],
@@ -209,7 +209,7 @@ class Agreement:
                 "trace": self._trace_name(),
                 "wrong_rows": judgement.wrong_rows,
             }
-        return self._numbers
+        return self._summary
 
     def _trace_name(self) -> str:
         """Return a name by the tokens of the trace, for pipeline stages that replay it may have different layers."""
@@ -240,11 +240,11 @@ class Agreement:
 
     def report(self) -> LiveAgreement:
         """Return the comparison so far; waits for the device."""
-        numbers = self.numbers()
-        block = max(numbers["findings"], default=Finding())
+        summary = self.summary()
+        block = max(summary["findings"], default=Finding())
         return LiveAgreement(
-            layers=numbers["layers"],
+            layers=summary["layers"],
             num_layers=self.num_layers,
             block=Finding(*block),
-            rows_apart=numbers["rows_apart"],
+            rows_apart=summary["rows_apart"],
         )

@@ -26,8 +26,8 @@ from megatron_router_replay.mcore.sessions.verdict import judge
 _LOG = logging.getLogger(__name__)
 
 
-class Numbers(NamedTuple):
-    """Numbers that one rank publishes at the end of a session.
+class RankSummary(NamedTuple):
+    """Summary of a session that one rank publishes at its end.
 
     Args:
         at_fault: this rank raises in any case.
@@ -35,7 +35,7 @@ class Numbers(NamedTuple):
         rows_replayed, rows_live, rows_padding: as in the report.
         options: of a replay, the same on all ranks: balance, min_replayed, min_agreement, wrong_routes; None: a recording.
         num_rows: the highest row that was given to a recording, plus 1.
-        agreement: see `agreement.Agreement.numbers`.
+        agreement: see `agreement.Agreement.summary`.
         stage: (lowest of the ranks that differ in their pipeline stage alone, this rank's stage, [number of micro-batches,
             digest of their rows] of each chunk); None: there is one stage, or no chunk.
     """
@@ -137,16 +137,16 @@ class GroupCheck:
         if self.rank == self.ranks[0]:
             self._keys.waiting.append(self._key("result"))
 
-    def finish(self, numbers: Numbers) -> GroupResult:
+    def finish(self, summary: RankSummary) -> GroupResult:
         """Publish this rank's numbers, and return the result of all ranks.
 
         Raises:
             ReplayStateError: a rank did not come within the job's timeout.
         """
         if len(self.ranks) == 1:
-            return _result({self.rank: numbers})
+            return _result({self.rank: summary})
         try:
-            result = self._publish(numbers)
+            result = self._publish(summary)
             if result is None:
                 result = GroupResult(**json.loads(self._store.get(self._key("result"))))
                 self._store.delete_key(self._key(self.rank))
@@ -165,26 +165,26 @@ class GroupCheck:
     def _key(self, name: int | str) -> str:
         return f"{self._name}/{name}"
 
-    def _publish(self, numbers: Numbers | None) -> GroupResult | None:
+    def _publish(self, summary: RankSummary | None) -> GroupResult | None:
         """Publish this rank's numbers, None if it failed. Return the result if this rank comes last."""
         self._published = True
         if self._store.add(self._key("arrived"), 1) < len(self.ranks):
-            self._store.set(self._key(self.rank), json.dumps(numbers))
+            self._store.set(self._key(self.rank), json.dumps(summary))
             return None
         others = [rank for rank in self.ranks if rank != self.rank]
         # Each of them has arrived, so its numbers are in the store, or will be in a moment.
         texts = map(json.loads, self._store.multi_get([self._key(rank) for rank in others]))
-        numbers_of_rank = {rank: None if values is None else Numbers(*values) for rank, values in zip(others, texts)}
-        result = _result(numbers_of_rank | {self.rank: numbers})
+        summaries = {rank: None if values is None else RankSummary(*values) for rank, values in zip(others, texts)}
+        result = _result(summaries | {self.rank: summary})
         self._store.set(self._key("result"), json.dumps(asdict(result)))
         self._store.delete_key(self._key("arrived"))
         return result
 
 
-def _result(numbers_of_rank: Mapping[int, Numbers | None]) -> GroupResult:
-    """Return the result of the ranks' numbers, None for a rank that failed."""
-    left = sorted(rank for rank, numbers in numbers_of_rank.items() if numbers is None)
-    everyone = {rank: numbers for rank, numbers in sorted(numbers_of_rank.items()) if numbers is not None}
+def _result(summaries: Mapping[int, RankSummary | None]) -> GroupResult:
+    """Return the result of the ranks' summaries, None for a rank that failed."""
+    left = sorted(rank for rank, summary in summaries.items() if summary is None)
+    everyone = {rank: summary for rank, summary in sorted(summaries.items()) if summary is not None}
     if left:
         return GroupResult(left=left)
     problems: list[str] = []
@@ -205,34 +205,34 @@ def _result(numbers_of_rank: Mapping[int, Numbers | None]) -> GroupResult:
     return GroupResult(
         problems=problems,
         warnings=[] if problems else warnings,
-        at_fault=[rank for rank, numbers in everyone.items() if numbers.at_fault],
-        num_rows=max(numbers.num_rows for numbers in everyone.values()),
+        at_fault=[rank for rank, summary in everyone.items() if summary.at_fault],
+        num_rows=max(summary.num_rows for summary in everyone.values()),
         wrong_rows=wrong_rows,
     )
 
 
-def judge_recording(everyone: Mapping[int, Numbers]) -> list[str]:
+def judge_recording(everyone: Mapping[int, RankSummary]) -> list[str]:
     """Return that no rank recorded anything, as a replay raises where nothing was replayed."""
-    numbers = list(everyone.values())
-    if not any(each.chunks for each in numbers) or any(
-        each.rows_live or each.rows_padding or each.at_fault for each in numbers
+    ranks = list(everyone.values())
+    if not any(each.chunks for each in ranks) or any(
+        each.rows_live or each.rows_padding or each.at_fault for each in ranks
     ):
         return []
-    ranks = "this rank" if len(numbers) == 1 else f"{len(numbers)} ranks"
+    where = "this rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
     return [
-        f"nothing was recorded on {ranks}: no forward of the model reached all of its routers inside the session. Does the "
+        f"nothing was recorded on {where}: no forward of the model reached all of its routers inside the session. Does the "
         "block run the model that it was opened on, outside of session.paused()?"
     ]
 
 
-def stages_with_other_rows(everyone: Mapping[int, Numbers]) -> list[str]:
+def stages_with_other_rows(everyone: Mapping[int, RankSummary]) -> list[str]:
     """Return the pipeline stages whose forwards had other rows than those of the first stage."""
     if any(each.at_fault for each in everyone.values()):
         return []  # whose forwards may be less; its own error says more
     pipelines: dict[int, list[tuple[int, int, Any]]] = {}
-    for rank, numbers in everyone.items():
-        if numbers.stage:
-            lowest, stage, digests = numbers.stage
+    for rank, summary in everyone.items():
+        if summary.stage:
+            lowest, stage, digests = summary.stage
             pipelines.setdefault(lowest, []).append((stage, rank, digests))
     problems = []
     for stages in pipelines.values():
@@ -253,25 +253,25 @@ def stages_with_other_rows(everyone: Mapping[int, Numbers]) -> list[str]:
     return problems[:4]
 
 
-def judge_replay(everyone: Mapping[int, Numbers], least: float | None) -> list[str]:
+def judge_replay(everyone: Mapping[int, RankSummary], least: float | None) -> list[str]:
     """Return the problems of a replay over all ranks: one rank may rightly have no rows, or padding alone.
 
     Args:
         least: `min_replayed` of `replay`.
     """
-    numbers = list(everyone.values())
-    if len({json.dumps(each.options) for each in numbers}) > 1:
+    ranks = list(everyone.values())
+    if len({json.dumps(each.options) for each in ranks}) > 1:
         return [
             "ranks replay with different balance=, min_replayed=, min_agreement= or wrong_routes=: give them all the same."
         ]
-    ranks = "this rank" if len(numbers) == 1 else f"{len(numbers)} ranks"
+    where = "this rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
     replayed, live, padding = (
-        sum(getattr(each, name) for each in numbers) for name in ("rows_replayed", "rows_live", "rows_padding")
+        sum(getattr(each, name) for each in ranks) for name in ("rows_replayed", "rows_live", "rows_padding")
     )
     share = share_of(replayed, live)
     if share is not None and not replayed:
         return [
-            f"none of {live} tokens was replayed on {ranks}; the trace has no route for any of them, or all rows are -1. "
+            f"none of {live} tokens was replayed on {where}; the trace has no route for any of them, or all rows are -1. "
             "Were the routes lost on the way, is a mask inverted (trace.without_routes), or is this another rank's part "
             "of a recording (recording.gather)?"
         ]
@@ -280,17 +280,17 @@ def judge_replay(everyone: Mapping[int, Numbers], least: float | None) -> list[s
             " An engine gives the last token of a sample no route, so its traces never reach 1." if least == 1 else ""
         )
         return [
-            f"{share:.4%} of {replayed + live} tokens were replayed on {ranks}, less than min_replayed={least}.{ends}"
+            f"{share:.4%} of {replayed + live} tokens were replayed on {where}, less than min_replayed={least}.{ends}"
         ]
     # Where a rank is at fault, a forward may have come and reached some routers: its own error names them.
-    if share is None and least != 0 and any(each.chunks for each in numbers) and not any(e.at_fault for e in numbers):
+    if share is None and least != 0 and any(each.chunks for each in ranks) and not any(e.at_fault for e in ranks):
         if padding:
             return [
-                f"none of {padding} tokens was replayed on {ranks}, for padding= calls all of them padding. Is the mask "
+                f"none of {padding} tokens was replayed on {where}, for padding= calls all of them padding. Is the mask "
                 "inverted? True is padding."
             ]
         return [
-            f"nothing was replayed on {ranks}: no forward of the model reached all of its routers inside the session. Does "
+            f"nothing was replayed on {where}: no forward of the model reached all of its routers inside the session. Does "
             "the block run the model that it was opened on, outside of session.paused()? For a step that may have no "
             "micro-batch, pass min_replayed=0."
         ]

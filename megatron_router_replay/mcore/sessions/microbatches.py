@@ -25,13 +25,13 @@ from megatron_router_replay.layout.rows import count_differing_tokens
 from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.batches.inputs import ForwardInputs
 from megatron_router_replay.mcore.batches.microbatch import Microbatch
-from megatron_router_replay.mcore.batches.rows import RowInputs
+from megatron_router_replay.mcore.batches.row_inputs import RowInputs
 from megatron_router_replay.mcore.core import hooks, tape
 from megatron_router_replay.mcore.core.call import RouterCounts, RoutingCall, TopKRequest
 from megatron_router_replay.mcore.core.streams import to_host
 from megatron_router_replay.mcore.model.find import FoundRouter, wrappers
 from megatron_router_replay.mcore.sessions.agreement import Agreement
-from megatron_router_replay.mcore.sessions.group_check import GroupCheck, GroupResult, Numbers
+from megatron_router_replay.mcore.sessions.group_check import GroupCheck, GroupResult, RankSummary
 from megatron_router_replay.mcore.sessions.report import SessionReport
 from megatron_router_replay.mcore.sessions.routers import SessionRouters
 
@@ -56,7 +56,7 @@ class Strategy(ABC):
         """Return the rows of a forward's tokens; None: they must be given by hand."""
 
     @abstractmethod
-    def lay_out(self, chunk: Chunk, inputs: RowInputs) -> Microbatch:
+    def make_microbatch(self, chunk: Chunk, inputs: RowInputs) -> Microbatch:
         """Return the micro-batch of these rows."""
 
     def experts(self, call: RoutingCall, request: TopKRequest) -> Tensor | None:
@@ -70,8 +70,8 @@ class Strategy(ABC):
         """Wait for copies to the host."""
 
     @abstractmethod
-    def numbers(self) -> dict[str, Any]:
-        """Return fields of this rank's `Numbers`."""
+    def summary(self) -> dict[str, Any]:
+        """Return fields of this rank's `RankSummary`."""
 
 
 class Microbatches:
@@ -138,7 +138,7 @@ class Microbatches:
             self._give(chunk, inputs, is_by_hand=True)
 
     def _give(self, chunk: Chunk, inputs: RowInputs, *, is_by_hand: bool) -> None:
-        microbatch = self.strategy.lay_out(chunk, inputs)
+        microbatch = self.strategy.make_microbatch(chunk, inputs)
         microbatch.is_by_hand = is_by_hand
         if self._stage is not None:
             # Those that number themselves have tokens on every stage.
@@ -278,16 +278,16 @@ class Microbatches:
     def finish(self, problems: list[str]) -> list[str]:
         """Return the problems of this rank and of its group."""
         at_fault = bool(problems)
-        numbers = Numbers(
+        summary = RankSummary(
             at_fault=at_fault,
             chunks=len(self.chunks),
             stage=None if self._stage is None else [*self._stage, [chunk.digest for chunk in self.chunks]],
             **_row_counts(self.chunks),
-            **self.strategy.numbers(),
+            **self.strategy.summary(),
         )
         try:
             # Also where this rank is at fault, because all ranks wait for its numbers.
-            result = self.group_check.finish(numbers)
+            result = self.group_check.finish(summary)
         except ReplayStateError as error:  # a rank never came: this rank's own problems are raised with it
             return [*problems, str(error)]
         self.result = result

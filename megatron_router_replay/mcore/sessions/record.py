@@ -16,7 +16,7 @@ from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.batches.inputs import ForwardInputs, TokenReader
 from megatron_router_replay.mcore.batches.lookup import number_tokens
 from megatron_router_replay.mcore.batches.microbatch import Microbatch
-from megatron_router_replay.mcore.batches.rows import RowInputs, check_padding, check_range
+from megatron_router_replay.mcore.batches.row_inputs import RowInputs, check_padding, check_range
 from megatron_router_replay.mcore.batches.segments import Partition
 from megatron_router_replay.mcore.core.streams import current_stream
 from megatron_router_replay.mcore.model.find import Models, unwrap
@@ -92,7 +92,7 @@ class RecordedRoutes(Strategy):
         self.numbers_itself = True
         return number_tokens(self._reader, chunk.module, inputs, f"{chunk.where}, micro-batch {chunk.num_begun}")
 
-    def lay_out(self, chunk: Chunk, inputs: RowInputs) -> Microbatch:
+    def make_microbatch(self, chunk: Chunk, inputs: RowInputs) -> Microbatch:
         """Return the micro-batch that keeps the experts of these rows."""
         rows = inputs.rows
         router_rows = chunk.router_view(rows)
@@ -136,7 +136,7 @@ class RecordedRoutes(Strategy):
         self._copied = {}
 
     # ---- the end
-    def numbers(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """Return the number of rows, on which the ranks agree."""
         return {"num_rows": self.num_rows}
 

@@ -18,7 +18,7 @@ from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.batches.inputs import ForwardInputs
 from megatron_router_replay.mcore.batches.lookup import RowLookup
 from megatron_router_replay.mcore.batches.microbatch import Microbatch
-from megatron_router_replay.mcore.batches.rows import RowInputs, check_padding, check_range
+from megatron_router_replay.mcore.batches.row_inputs import RowInputs, check_padding, check_range
 from megatron_router_replay.mcore.batches.segments import Partition
 from megatron_router_replay.mcore.batches.upload import KeptLayer, LayerRoutes, take_rows
 from megatron_router_replay.mcore.core.balance import Balance
@@ -112,7 +112,7 @@ class TraceRoutes(Strategy):
         # Not of rows that tokens found: the tokens of a batch may well contain a sample twice.
         self._count_repeated(chunk, inputs.rows, self._trace.num_tokens)
 
-    def lay_out(self, chunk: Chunk, inputs: RowInputs) -> Microbatch:
+    def make_microbatch(self, chunk: Chunk, inputs: RowInputs) -> Microbatch:
         """Return the micro-batch that replays these rows of the trace, as this rank's routers see them."""
         self._trace.check_unchanged()  # a trainer may compute on it in place between two micro-batches
         rows = inputs.rows
@@ -226,11 +226,11 @@ class TraceRoutes(Strategy):
         return used
 
     # ---- the end
-    def numbers(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """Return the options that all ranks must share, and the agreement."""
         return {
             "options": self._options,
-            "agreement": None if self.agreement is None else self.agreement.numbers(),
+            "agreement": None if self.agreement is None else self.agreement.summary(),
         }
 
 
@@ -258,7 +258,7 @@ def replay(
     over other tokens, such as an evaluation, runs inside `session.paused()`. Where input_ids are on a GPU, the host waits
     for it once a forward.
 
-    Which:
+    Args:
         model_chunks: the model or all of its chunks on this rank.
         trace: routes for at least every MoE layer of these chunks, or the path of a file that `save_trace` wrote. The live
             router decides rows without a route, and multi-token-prediction layers, whose recomputes use their forward's
@@ -269,8 +269,6 @@ def replay(
             forward gets `padding_mask` or unpadded `cu_seqlens_q`; without any of them, a forward that shows padding raises.
         cp_partition_mode: "zigzag" or "contiguous", how context-parallel ranks share the sequences of a forward; a packed
             row is one contiguous stream. None: packed_seq_params.cp_partition_mode, else zigzag.
-
-    Checks:
         verify: compare every routing map that a token dispatcher gets with the decided experts; a difference raises.
         min_replayed: the least share of tokens (without padding) that must have been replayed, over all ranks of the
             group together; a smaller share raises on every rank when the session ends. None: at least one token must be
@@ -284,8 +282,6 @@ def replay(
         ask_every_layer: take the live top-k of all layers in every micro-batch.
         group: the ranks that are checked together when the session ends; all of them must have such a session. None: every
             rank of the job. The others do not wait for a rank that raised inside its block.
-
-    Balance:
         balance: "megatron": Megatron-Core balances as it does without a session: its expert bias counts the experts that
             were used, its auxiliary losses those of the live scores. "off": the session's forwards and recomputes count in
             no expert bias and have no auxiliary loss, for a recipe that freezes both, or for routes of older weights.

@@ -146,7 +146,7 @@ class Session:
         if microbatches is not None:
             microbatches.strategy.read()  # after the counts: their wait mostly covers this one
 
-    def close(self, *, verify: bool = True) -> None:
+    def close(self, *, check: bool = True) -> None:
         """Check and release the routers.
 
         The end of a `with` block without an exception does so. A second call does nothing. Where torch.distributed is
@@ -155,7 +155,7 @@ class Session:
         and no rank waits for it.
 
         Args:
-            verify: False: only release the routers and publish this to the group, as a block that is left by an exception.
+            check: False: only release the routers and publish this to the group, as a block that is left by an exception.
 
         Raises:
             ReplayStateError: on this rank or another one, a router forwarded more or less often than its chunk,
@@ -164,7 +164,7 @@ class Session:
         """
         if self._closed:
             return
-        if not verify or self._source is None:
+        if not check or self._source is None:
             self._abandon()
             return
         try:
@@ -205,10 +205,10 @@ class Session:
         else:
             self._abandon()
             name = type(error).__name__
-            _LOG.info("%s session was left by %s; the routers are released, nothing was verified", self.kind, name)
+            _LOG.info("%s session was left by %s; the routers are released, nothing was checked", self.kind, name)
 
     def _abandon(self) -> None:
-        """Release the routers without verifying. The other ranks learn that this one failed."""
+        """Release the routers without checks. The other ranks learn that this one failed."""
         if not self._closed:
             self._release()
         if self._microbatches is not None:
@@ -236,7 +236,7 @@ def open_session(make: Callable[[GroupCheck], S], group: dist.ProcessGroup | Non
 
 
 def close_sessions(model_chunks: Models) -> int:
-    """End every session on these chunks, without verification.
+    """End every session on these chunks, without checks.
 
     Call it if a session was dropped without `close()` (a notebook cell run twice). Until then such a session decides for its
     routers, and its hooks keep the model alive.
@@ -252,7 +252,7 @@ def close_sessions(model_chunks: Models) -> int:
     sources = {id(source): source for router in routers for source in hooks.sources_of(router)}
     for source in sources.values():
         if (session := source._session()) is not None:
-            session.close(verify=False)
+            session.close(check=False)
         else:  # a freeze lasts longer than its session
             source.end()
     for router in routers:

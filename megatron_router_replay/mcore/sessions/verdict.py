@@ -359,21 +359,21 @@ def judge(everyone: Sequence[Mapping[str, Any]], least: float) -> Verdict:
     """Return the faults of the routes of a group of ranks; all ranks compute the same.
 
     Args:
-        everyone: `Agreement.numbers` of each rank.
+        everyone: `Agreement.summary` of each rank.
         least: `min_agreement` of `replay`; 0: find no faults.
     """
     verdict = Verdict([], [], {})
     if not least:
         return verdict
     # Tensor-parallel ranks with the same rows are replicas. Their rows must count once.
-    for replica in sorted({numbers["replica"] for numbers in everyone}):
-        ranks = [numbers for numbers in everyone if numbers["replica"] == replica]
-        sums = add_up((int(layer), unit) for numbers in ranks for layer, unit in numbers["layers"].items())
+    for replica in sorted({summary["replica"] for summary in everyone}):
+        ranks = [summary for summary in everyone if summary["replica"] == replica]
+        sums = add_up((int(layer), unit) for summary in ranks for layer, unit in summary["layers"].items())
         layers = judged(dict(sorted(sums.items())))
-        for numbers in ranks:
-            if numbers["wrong_rows"]:
-                verdict.wrong_rows.setdefault(numbers["trace"], []).extend(numbers["wrong_rows"])
-        findings = [Finding(*each) for numbers in ranks for each in numbers["findings"]]
+        for summary in ranks:
+            if summary["wrong_rows"]:
+                verdict.wrong_rows.setdefault(summary["trace"], []).extend(summary["wrong_rows"])
+        findings = [Finding(*each) for summary in ranks for each in summary["findings"]]
         findings += _add_parts(ranks, verdict)
         raising = [each for each in findings if each.evidence >= EVIDENCE]
         if num_low := sum(value < least for value in layers.values()):
@@ -398,10 +398,10 @@ def judge(everyone: Sequence[Mapping[str, Any]], least: float) -> Verdict:
 def _add_parts(ranks: Sequence[Mapping[str, Any]], verdict: Verdict) -> list[Finding]:
     """Return findings of sequences over the ranks that share them; add the rows of those that raise to the verdict."""
     by_name: dict[str, list[tuple[str, Part]]] = {}
-    for numbers in ranks:
-        for values in numbers["parts"]:
+    for summary in ranks:
+        for values in summary["parts"]:
             part = Part(*values)
-            by_name.setdefault(part.name, []).append((numbers["trace"], part))
+            by_name.setdefault(part.name, []).append((summary["trace"], part))
     findings = []
     for parts in by_name.values():
         by_kind: dict[str, float] = {}

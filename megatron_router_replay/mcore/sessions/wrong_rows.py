@@ -162,9 +162,10 @@ def moved_by(experts: Any, first: Any, block: Block, begin: int, end: int) -> st
         if inside.sum() >= max(8, len(at) // 2):
             hits = (experts[at[inside]] == first[source[inside], None]).any(1)
             shares[moved] = float(hits.mean())
-    (second, _), (share, moved) = (sorted((share, moved) for moved, share in shares.items()) or [(1.0, 0), (0.0, 0)])[
-        -2:
-    ]
+    if len(shares) < 2:  # a few tokens fit by chance
+        return ""
+    (second, _), (share, moved) = sorted((share, moved) for moved, share in shares.items())[-2:]
     if share < CLEAR or share < second + CLEARLY_MORE:
         return ""
-    return f"they fit the tokens {abs(moved)} places {'before' if moved > 0 else 'after'} them"
+    places = f"{abs(moved)} place{'s' * (abs(moved) > 1)}"
+    return f"they fit the tokens {places} {'before' if moved > 0 else 'after'} them"

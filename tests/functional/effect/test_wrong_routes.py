@@ -32,7 +32,11 @@ LEAST = {TOP_1: 19, TOP_2: 17, TOP_4: 21, TOP_8: 21}
 """Of 21 faults, so many raise at the dose of their tracker."""
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+@pytest.mark.parametrize(
+    "shape",
+    [shape if shape in (TOP_1, TOP_4) else pytest.param(shape, marks=pytest.mark.slow) for shape in SHAPES],
+    ids=lambda shape: shape.name,
+)
 def test_faults_raise_at_the_doses_of_their_trackers(shape):
     routes = scores, right, foreign = routes_to_damage(trained(shape, 0, ALL_STEPS if shape is TOP_2 else STEPS))
     assert len(FAULTS) == 21
@@ -50,10 +54,15 @@ def test_faults_raise_at_the_doses_of_their_trackers(shape):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [TOP_1, TOP_2], ids=lambda shape: shape.name)
-def test_legal_sessions_do_not_stop(shape):
-    sessions = [each for each in legal_sessions(trained(shape, 0, ALL_STEPS), seed=0) if each[0] not in BEYOND]
-    assert len(sessions) == 336
+@pytest.mark.parametrize(
+    ("shape", "layouts"),
+    [(TOP_1, ["one micro-batch", "CP4"]), (TOP_2, ["8 micro-batches", "TP4 with sequence parallelism"])],
+    ids=["top-1 of 16", "top-2 of 8"],
+)
+def test_legal_sessions_do_not_stop(shape, layouts):
+    network = trained(shape, 0, ALL_STEPS)
+    sessions = [each for each in legal_sessions(network, seed=0, layouts=layouts) if each[0] not in BEYOND]
+    assert len(sessions) == 168
     assert [each for each in sessions if each[-1].says == "raises"] == []
     assert max(each[-1].evidence for each in sessions) > 5, "else the noise would show nothing"
 

@@ -243,7 +243,7 @@ def test_inference_routers_are_refused_while_inference_mode_is_on():
         mrr.freeze_recompute(model)
     model.train()
     if MEGATRON >= (0, 18):
-        mrr.freeze_recompute(model).close(verify=False)
+        mrr.freeze_recompute(model).close(check=False)
 
 
 def test_inference_mode_that_is_switched_on_inside_a_replay_raises_and_inside_a_freeze_is_live():
@@ -261,9 +261,9 @@ def test_inference_mode_that_is_switched_on_inside_a_replay_raises_and_inside_a_
         pytest.raises(UnsupportedRouterError, match="^MRR401: layer 1: " + ALONE),
     ):
         router(hidden)
-    session.close(verify=False)
+    session.close(check=False)
     model.train()
     freeze = mrr.freeze_recompute(model)
     with inference_switched_on(model), torch.no_grad():
         assert torch.equal(router(hidden)[1], plain)
-    freeze.close(verify=False)
+    freeze.close(check=False)

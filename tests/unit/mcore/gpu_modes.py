@@ -252,7 +252,7 @@ def error_of(what: str) -> str:
             chunk(ids)
             session.close()
         except mrr.RouterReplayError as error:
-            session.close(verify=False)
+            session.close(check=False)
             return str(error)
     return ""
 

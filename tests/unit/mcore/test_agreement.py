@@ -12,9 +12,9 @@ import torch
 import megatron_router_replay as mrr
 from megatron_router_replay import checks
 from megatron_router_replay.mcore.sessions import verdict
-from megatron_router_replay.mcore.sessions.agreement import Agreement
+from megatron_router_replay.mcore.sessions.agreement import Agreement, LiveAgreement
 from megatron_router_replay.mcore.sessions.blocks import EVIDENCE, ComparedRows
-from megatron_router_replay.mcore.sessions.verdict import Part
+from megatron_router_replay.mcore.sessions.verdict import Finding, Part, Sums
 from tests.unit.mcore.tiny_chunk import ROWS, Chunk, forward, random_trace, tokens
 
 LAYERS = 4
@@ -45,7 +45,7 @@ def routes(rows, seed=0, *, experts=32, topk=4, noise=0.1):
 
 def found(*ranks, least=0.25):
     """Return the problem that the ranks of a session raise, or "", and whether they warn."""
-    told = json.loads(json.dumps([each.numbers() for each in ranks]))  # as ranks publish them
+    told = json.loads(json.dumps([each.summary() for each in ranks]))  # as ranks publish them
     judged = verdict.judge(told, least)
     return "".join(judged.problems), bool(judged.warnings)
 
@@ -213,7 +213,7 @@ def test_the_first_row_of_a_trace_may_be_wrong():
     compared = comparing(trace=trace)
     replayed[:60] = other_rows(scores, replayed)[:60]
     add(compared, scores, replayed, rows=torch.arange(1000))
-    assert compared.numbers()["wrong_rows"][0][0] == 0
+    assert compared.summary()["wrong_rows"][0][0] == 0
 
 
 def test_a_row_is_no_more_evidence_in_all_layers_together_than_in_one_layer_at_most():
@@ -225,9 +225,9 @@ def test_a_row_is_no_more_evidence_in_all_layers_together_than_in_one_layer_at_m
         scores, replayed = routes(2000, layer, topk=1, noise=0)
         replayed[wrong] = scores[wrong].argmin(dim=1, keepdim=True)
         add(compared, scores, replayed, layer=layer, rows=torch.arange(2000))
-    numbers = compared.numbers()
-    assert max(numbers["findings"])[0] == pytest.approx(13 * 6), "of a row in four layers; in one it has less than 4"
-    assert numbers["wrong_rows"] == [[500, 513], [528, 541]]
+    summary = compared.summary()
+    assert max(summary["findings"])[0] == pytest.approx(13 * 6), "of a row in four layers; in one it has less than 4"
+    assert summary["wrong_rows"] == [[500, 513], [528, 541]]
 
 
 # ---- ranks
@@ -254,11 +254,23 @@ def test_one_wrong_sample_of_95_rows_raises_however_many_ranks_share_it(num_rank
 
 def test_a_sample_whose_parts_are_too_small_on_each_rank_raises_by_all_of_them():
     ranks = one_wrong_sample(0, 16)
-    alone = [max(each.numbers()["findings"])[0] for each in ranks]
+    alone = [max(each.summary()["findings"])[0] for each in ranks]
     assert max(alone) < EVIDENCE
     assert "micro-batch 1, sequence 5" in found(*ranks)[0]
-    parts = [part for each in ranks for part in each.numbers()["parts"]]
+    parts = [part for each in ranks for part in each.summary()["parts"]]
     assert {part.name for part in parts} == {"0 0.1.5 [2]"}, "right samples have no part to add"
+
+
+@pytest.mark.parametrize(("num_wrong", "raises"), [(7, False), (8, True)])
+def test_eight_wrong_rows_on_each_of_two_ranks_raise(num_wrong, raises):
+    """A row is evidence of 6, and noise takes off 15 once: 2 * 8 * 6 - 15 is 81, 2 * 7 * 6 - 15 is 69."""
+    ranks = [comparing(topk=8, rank=rank, sharing=(0, 2, 0)) for rank in range(2)]
+    for rank, each in enumerate(ranks):
+        scores, replayed = routes(400, rank, topk=8, noise=0.01)
+        replayed[100 : 100 + num_wrong] = scores[100 : 100 + num_wrong].topk(8, largest=False).indices
+        add(each, scores, replayed)
+        assert max(each.summary()["findings"])[0] == 6 * num_wrong
+    assert bool(found(*ranks)[0]) == raises
 
 
 @pytest.mark.parametrize(("each", "raises"), [(43.4, False), (43.6, True)])
@@ -369,6 +381,16 @@ def test_routes_that_agree_little_are_warned_of_once(monkeypatch):
     assert 0.25 < session.report.agreement.all_layers < 0.6
 
 
+def test_a_report_remarks_on_layers_below_a_half_and_on_evidence_from_72_on():
+    def remarks(shared, evidence):
+        layers = {7: Sums(100, shared, 128, shared, 128)}
+        return LiveAgreement(layers=layers, num_layers=1, block=Finding(evidence, "rows 4 to 9")).low()
+
+    assert remarks(64, 71.9) == []
+    assert remarks(63, 71.9) == [("least layer", "49%", "layer 7: routes of older weights, or of other rows?")]
+    assert remarks(64, 72.0) == [("evidence of wrong rows", "72", "rows 4 to 9")]
+
+
 def test_a_session_may_begin_in_inference_mode_and_go_on_in_another():
     chunk, trace = Chunk(), random_trace()
     session = mrr.replay(chunk, trace, ask_every_layer=True)
@@ -376,7 +398,7 @@ def test_a_session_may_begin_in_inference_mode_and_go_on_in_another():
         with mode():
             forward(chunk, session)
     assert session.report.forwards == 9
-    session.close(verify=False)
+    session.close(check=False)
 
 
 @pytest.mark.parametrize(

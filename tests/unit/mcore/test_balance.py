@@ -107,7 +107,7 @@ def test_off_raises_where_it_would_not_reach():
     chunk.routers[1]._apply_expert_bias = lambda *args, **kwargs: None
     with pytest.raises(UnsupportedRouterError, match=r"MRR401: balance='off' .*layer 2 .*_apply_expert_bias"):
         mrr.replay(chunk, random_trace(8), balance="off")
-    mrr.replay(chunk, random_trace(8)).close(verify=False)
+    mrr.replay(chunk, random_trace(8)).close(check=False)
 
 
 def test_a_method_that_is_replaced_inside_a_session_raises(monkeypatch):

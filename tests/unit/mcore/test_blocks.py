@@ -36,14 +36,16 @@ def test_a_ratio_is_a_sum_over_experts_by_the_loads_of_the_micro_batch():
     rows = rows_of(
         (32, [(0, LIVE), (1, INSIDE)]),
         (32, [(2, OUTSIDE), (3, INSIDE)]),
-        chance=[[0.5, 0.1, 0.9, 0.9], [0.9, 0.9, 0.01, 0.99]],
-        ends=[32, 64],
+        (32, [(0, INSIDE), (1, INSIDE)]),
+        chance=[[0.5, 0.1, 0.9, 0.9], [0.9, 0.9, 0.01, 0.99], [0.2, 0.3, 0.9, 0.9]],
+        ends=[32, 64, 96],
     )
     noise, which = rows.noise()
     assert noise.tolist() == [0.02], "of the better half of the windows, 0.02 at least"
     assert not which.any()
     right, wrong = log(0.5 / 0.98) + log(0.1 / 0.98), log(0.98 / 0.02) + log(0.98 / 0.98)
-    assert rows.ratios() == pytest.approx([right] * 32 + [wrong] * 32, abs=1e-5)
+    third = log(0.2 / 0.98) + log(0.3 / 0.98)
+    assert rows.ratios() == pytest.approx([right] * 32 + [wrong] * 32 + [third] * 32, abs=1e-5)
 
 
 def test_a_ratio_is_bounded_and_0_where_no_route_is_replayed():
@@ -58,6 +60,21 @@ def test_noise_explains_no_more_than_half_of_what_chance_gives():
     assert rows.ratios() == pytest.approx([log(0.1 / 0.05)] * 64, abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("right_and_wrong", "noise"),
+    [
+        ([53, 10], 10 / 63),  # less than two windows: all rows
+        ([54, 10], 0.02),  # the better one of two
+        ([24, 8, 0, 64], 8 / 32),  # the best one of three
+        ([32, 0, 24, 8, 0, 64], 8 / 64),  # the better two of four
+    ],
+)
+def test_noise_is_that_of_the_better_half_of_windows_of_32_rows(right_and_wrong, noise):
+    levels = [(0, LIVE), (0, OUTSIDE)] * 3
+    parts = [(number, [level]) for number, level in zip(right_and_wrong, levels)]
+    assert rows_of(*parts, chance=[[0.1]]).noise()[0] == pytest.approx([noise])
+
+
 def test_a_version_of_256_rows_has_a_noise_of_its_own():
     chosen = {
         7: [(0, OUTSIDE), *[(0, LIVE)] * 3],
@@ -65,13 +82,15 @@ def test_a_version_of_256_rows_has_a_noise_of_its_own():
         9: [(0, OUTSIDE), (0, OUTSIDE), *[(0, LIVE)] * 2],
     }
     versions = np.repeat([7, 8, 9], [256, 256, 255])
-    rows = rows_of((256, chosen[7]), (256, chosen[8]), (255, chosen[9]), chance=[[0.1]], versions=versions)
+    rows = rows_of((256, chosen[7]), (256, chosen[8]), (255, chosen[9]), chance=[[0.1] * 4], versions=versions)
     noise, which = rows.noise()
     assert noise[which[0]] == 0.25
     assert noise[which[256]] == 0.02
     assert len(noise) == 3
     assert (which[512:] == 0).all(), "too few rows: the noise of all"
     assert [len(set(part.tolist())) for part in np.split(which, [256, 512])] == [1, 1, 1]
+    of_seven, of_eight = 3 * log(0.1 / 0.75) + log(0.9 / 0.25), -6
+    assert rows.ratios()[[0, 256]] == pytest.approx([of_seven, of_eight], abs=1e-5)
 
 
 def test_shared_experts_are_counted_beyond_chance():
@@ -143,13 +162,37 @@ def test_a_block_is_neighbouring_rows_that_rise():
     assert find_blocks(np.zeros(0), np.zeros(0)) == []
 
 
+def test_a_block_begins_where_the_sum_rises_however_little():
+    assert find_blocks(np.array([-1.0, 0.5, -1.0]), np.arange(3)) == [Block(0.5, 1, 2)]
+    ratios = np.full(20, -1.0)
+    ratios[:13] = [0.5, *[6] * 12]
+    assert find_blocks(ratios, np.arange(20)) == [Block(72.5, 0, 13)], "in the first row, too"
+    ratios[0] = -0.5
+    assert find_blocks(ratios, np.arange(20)) == [Block(72.0, 1, 13)]
+    ratios[:14] = [6, -5.5, *[6] * 12]
+    assert find_blocks(ratios, np.arange(20)) == [Block(72.5, 0, 14)], "the sum is not down in the second row"
+
+
+def test_all_blocks_from_72_on_are_found():
+    ratios = np.tile([-80.0, *[6.0] * 12], 10)
+    assert find_blocks(ratios, np.arange(130)) == [Block(72.0, 13 * n + 1, 13 * n + 13) for n in reversed(range(10))]
+    ratios[1] = 5.5
+    assert len(find_blocks(ratios, np.arange(130))) == 9
+
+
+def test_a_block_is_found_before_the_sum_is_down_again():
+    ratios = np.concatenate([np.repeat([6.0, -6, 6, -6, 6, -6], [20, 14, 13, 20, 15, 9])])  # 120, 36, 114, -6, 84, 30
+    assert find_blocks(ratios, np.arange(91)) == [Block(120.0, 0, 20), Block(90.0, 67, 82), Block(78.0, 34, 47)]
+
+
 def test_a_sequence_has_no_more_evidence_than_its_highest_rise():
     ratios = np.array([[1.0, -3, 2, 2, -1], [-1, -1, -1, -1, -1], [2, -1, 2, -9, 1]])
     assert highest_rises(ratios).tolist() == [4, 0, 3]
 
 
 def test_kinds_add_up_over_ranks_and_each_adds_no_more_than_a_row():
-    assert sums_of_kinds(np.array([1.0, 2.5, 4.0]), np.array([3, 70, 3])) == {"3": 5.0, "70": 2.5}
+    sums = sums_of_kinds(np.array([1.0, 2.5174, 4.0]), np.array([3, 70, 3]))
+    assert sums == {"3": 5.0, "70": 2.52}, "in hundredths, as ranks publish them"
     assert evidence_of([10.0, 1.0]) == 7
     assert evidence_of([10.0, -10.0, 3.0]) == 3
     assert evidence_of([2.0, -10.0]) == -8

@@ -150,7 +150,7 @@ def check_raises(place, change):
     )
     with planted(chunk, place, change), refused as error:
         forward(chunk, session)
-    session.close(verify=False)
+    session.close(check=False)
     return str(error.value)
 
 
@@ -226,7 +226,7 @@ def test_memory_that_is_used_again_is_not_taken_for_the_map_that_was_there(monke
     again = pytest.raises(ReplayStateError, match="MRR415: layer 2: its token dispatcher got another routing map")
     with again, torch.no_grad():  # a graph would keep the memory
         forward(chunk, session)
-    session.close(verify=False)
+    session.close(check=False)
 
 
 def test_a_dispatcher_class_that_is_patched_inside_a_session_raises():

@@ -138,7 +138,7 @@ def test_the_capture_of_a_cuda_graph_is_refused(monkeypatch):
         session.microbatch(ROWS + 8)
     with pytest.raises(ReplayStateError, match="MRR416: layer 1 is captured into a graph"):
         chunk(tokens())
-    session.close(verify=False)
+    session.close(check=False)
 
 
 def test_without_a_session_recomputes_flip(asked):

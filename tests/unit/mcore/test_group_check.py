@@ -18,27 +18,27 @@ from megatron_router_replay.mcore.core.hooks import sources_of
 from megatron_router_replay.mcore.sessions.group_check import (
     GroupCheck,
     GroupResult,
-    Numbers,
+    RankSummary,
     judge_replay,
     stages_with_other_rows,
 )
 from tests.unit.mcore.tiny_chunk import ROWS, Chunk, random_trace, tokens
 
 
-def numbers(replayed=0, live=0, padding=0, *, balance="megatron", min_replayed=None, min_agreement=0, **others):
+def summary(replayed=0, live=0, padding=0, *, balance="megatron", min_replayed=None, min_agreement=0, **others):
     rows = {"rows_replayed": replayed, "rows_live": live, "rows_padding": padding}
-    return Numbers(chunks=1, options=[balance, min_replayed, min_agreement, "raise"], **rows, **others)
+    return RankSummary(chunks=1, options=[balance, min_replayed, min_agreement, "raise"], **rows, **others)
 
 
-def test_the_numbers_of_a_session_are_these():
+def test_the_summary_of_a_rank_is_this():
     told = []
     session = mrr.replay(Chunk(), random_trace(8), min_agreement=0)
     session._microbatches.group_check = SimpleNamespace(finish=lambda told_by: told.append(told_by) or GroupResult())
     session.close()
-    assert told == [numbers()]
+    assert told == [summary()]
 
 
-N = numbers
+N = summary
 LOST = "none of {}; the trace has no route for any of them, or all rows are -1. Were the routes lost on the way, "
 OPTIONS = "ranks replay with different balance=, min_replayed=, min_agreement= or wrong_routes="
 
@@ -301,7 +301,7 @@ def settled(monkeypatch, size, *, sessions, failing=()):
             if number in failed:
                 check.fail()
                 continue
-            result = check.finish(numbers(number, 1))
+            result = check.finish(summary(number, 1))
             assert (result.problems, result.left) == ([], list(failed))
 
     with ThreadPoolExecutor(size) as pool:

@@ -56,7 +56,7 @@ def test_a_freeze_names_the_layers_with_sparse_attention_once(chunk):
 
 def test_experts_alone_can_be_frozen_and_a_replay_asks_nothing_of_sparse_attention(chunk):
     mrr.freeze_recompute(chunk, indexers=False).close()
-    mrr.record(chunk).close(verify=False)
+    mrr.record(chunk).close(check=False)
     mrr.freeze_recompute(Chunk()).close()  # a model without any
 
 

@@ -62,7 +62,7 @@ def test_a_session_that_is_over_takes_nothing_and_cannot_be_begun_again(by):
 def test_a_session_on_another_model_than_the_one_that_trains_raises(held_before):
     trains = Chunk()
     if held_before:  # by the session of an earlier step
-        mrr.record(trains).close(verify=False)
+        mrr.record(trains).close(check=False)
     other = r"other routers ran 3 forwards in training mode: the session was opened on another model than the one that"
     with pytest.raises(ReplayStateError, match=other), mrr.record(Chunk()):
         forward(trains).backward()

@@ -58,7 +58,7 @@ def trace_of(num):
     return mrr.RoutingTrace(topk_indices=routes, layer_numbers=[1], num_experts=EXPERTS)
 
 
-def numbers(**values):
+def summary(**values):
     nothing = {"replica": 0, "layers": {}, "findings": [], "parts": [], "trace": "a trace", "wrong_rows": []}
     return nothing | values
 
@@ -69,7 +69,7 @@ def test_twelve_kinds_of_rows_are_the_least_that_raise(num_wrong, raises):
     found = judgement(compared(range(num_wrong), rows=range(200)), trace=trace_of(200))
     assert [finding.evidence for finding in found.findings] == [6.0 * num_wrong]
     assert found.wrong_rows == ([[0, 12]] if raises else [])
-    assert bool(judge([numbers(findings=found.findings)], 0.25).problems) == raises
+    assert bool(judge([summary(findings=found.findings)], 0.25).problems) == raises
 
 
 @pytest.mark.parametrize(("num_wrong", "raises"), [(19, False), (20, True)])
@@ -179,19 +179,19 @@ def test_parts_of_sequences_are_the_clearest_first_with_their_rows():
 def test_a_layer_is_judged_from_128_decisions_on_and_raises_or_warns_below_a_limit():
     assert Sums(100, 31.75, 127, 31.75, 127).judged is None
     at_limits = {1: Sums(100, 32, 128, 32, 128), 2: Sums(100, 64, 128, 64, 128)}
-    assert judge([numbers(layers=at_limits)], 0.25)[:2] == (
+    assert judge([summary(layers=at_limits)], 0.25)[:2] == (
         [],
         ["the live router agrees little with the replayed routes: layers 1: 25%"],
     )
     assert (
-        "less than min_agreement=0.26 in 1 of 2 layers (1: 25%" in judge([numbers(layers=at_limits)], 0.26).problems[0]
+        "less than min_agreement=0.26 in 1 of 2 layers (1: 25%" in judge([summary(layers=at_limits)], 0.26).problems[0]
     )
 
 
 @pytest.mark.parametrize("agreement", [0.1, 0.4])
 def test_several_replicas_say_the_same_once(agreement):
     layers = {1: Sums(100, 100 * agreement, 200, 200 * agreement, 200)}
-    told = judge([numbers(replica=replica, layers=layers) for replica in range(3)], 0.25)
+    told = judge([summary(replica=replica, layers=layers) for replica in range(3)], 0.25)
     assert (len(told.problems), len(told.warnings)) == ((1, 0) if agreement < 0.25 else (0, 1))
 
 
@@ -204,12 +204,12 @@ def test_parts_raise_from_the_evidence_of_a_block_on(num_ranks, value, raises):
         Part("0 0.0.0 [1]", 12 * value, {f"{rank} {kind}": value for kind in range(12)}, "these rows", [[rank, 9]])
         for rank in range(num_ranks)
     ]
-    told = judge([numbers(parts=[part]) for part in parts], 0.25)
+    told = judge([summary(parts=[part]) for part in parts], 0.25)
     assert bool(told.problems) == raises
     assert told.wrong_rows == ({"a trace": [[rank, 9] for rank in range(num_ranks)]} if raises else {})
 
 
 def test_a_finding_raises_from_its_evidence_on():
-    assert judge([numbers(findings=[Finding(71.9, "rows")])], 0.25).problems == []
-    (problem,) = judge([numbers(findings=[Finding(72.0, "rows")])], 0.25).problems
+    assert judge([summary(findings=[Finding(71.9, "rows")])], 0.25).problems == []
+    (problem,) = judge([summary(findings=[Finding(72.0, "rows")])], 0.25).problems
     assert problem.startswith("rows. The log-likelihood ratio is 72, 72 raises")

@@ -98,7 +98,7 @@ def test_a_capacity_factor_drops_tokens_so_maps_cannot_be_verified():
     ):
         STARTS["record"](chunk)
     assert not any(router._forward_hooks or sources_of(router) for router in chunk.routers)
-    mrr.record(chunk).close(verify=False)  # without verify=True it may run
+    mrr.record(chunk).close(check=False)  # without verify=True it may run
 
 
 @pytest.mark.parametrize("where", ["routing", "hook"])

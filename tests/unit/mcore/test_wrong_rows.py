@@ -136,7 +136,7 @@ def test_a_mask_is_none_while_the_session_is_open_and_no_number():
     trace = recorded(Chunk())
     session = mrr.replay(Chunk(), trace)
     assert session.report.wrong_rows is None
-    session.close(verify=False)
+    session.close(check=False)
     session, _ = replay(trace)
     assert not [name for name in session.report.metrics() if "wrong" in name]
 
@@ -229,6 +229,12 @@ def test_a_copied_block_is_told_up_to_the_ends_of_the_trace(begin, source, num, 
     assert cause == ("" if said is None else f"they are the routes of {said} of the trace")
 
 
+def test_a_copied_block_may_begin_with_rows_of_its_own():
+    routes = random_routes()
+    routes[120:150] = routes[40:70]
+    assert cause_of(small_trace(routes), np.arange(100, 150)) == "they are the routes of rows 20 to 69 of the trace"
+
+
 @pytest.mark.parametrize("num_different", [3, 4])
 def test_a_copied_block_has_four_different_rows(num_different):
     routes = random_routes()
@@ -267,7 +273,8 @@ def said_of_moved(moved, first, stop, experts=None, begin=0, end=400):
 
 @pytest.mark.parametrize("moved", [1, -1, 128, -128])
 def test_a_stream_is_searched_for_up_to_128_tokens_away(moved):
-    assert f"{abs(moved)} places {'before' if moved > 0 else 'after'}" in said_of_moved(moved, 150, 250)
+    places = "1 place" if abs(moved) == 1 else "128 places"
+    assert f"{places} {'before' if moved > 0 else 'after'}" in said_of_moved(moved, 150, 250)
     assert said_of_moved(129 if moved > 0 else -129, 150, 250) == "", "too far away"
     assert said_of_moved(0, 150, 250) == "", "their own tokens"
 
@@ -280,6 +287,18 @@ def test_a_stream_that_moved_fits_tokens_of_its_own_sequence():
     assert "8 places after" in said_of_moved(-8, 384, 400)
     assert "8 places after" in said_of_moved(-8, 284, 300, end=300)
     assert said_of_moved(-9, 284, 300, end=300) == "", "seven rows"
+    assert "15 places before" in said_of_moved(15, 0, 30)
+    assert said_of_moved(16, 0, 30) == "", "less than half"
+    assert said_of_moved(1, 1, 20, end=9) == "", "in a short sequence, by one place alone"
+    assert "1 place before" in said_of_moved(1, 1, 20, end=10)
+
+
+@pytest.mark.parametrize(("num", "is_said"), [(75, True), (76, False), (100, False)])
+def test_a_stream_that_moved_fits_clearly_better_than_by_any_other_number_of_tokens(num, is_said):
+    first = np.arange(400)
+    by_9 = np.where(first < 150 + num, np.roll(first, 9), -2)
+    experts = np.stack([np.roll(first, 5), by_9], 1)
+    assert bool(moved_by(experts, first, Block(99.0, 150, 250), 0, 400)) == is_said
 
 
 @pytest.mark.parametrize(("num", "is_said"), [(60, True), (59, False)])

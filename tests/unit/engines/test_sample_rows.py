@@ -11,7 +11,7 @@ from megatron_router_replay import engines
 from megatron_router_replay.engines import DecodeOptions, ModelRoutingInfo
 from megatron_router_replay.engines.payload import Source
 from megatron_router_replay.engines.row_check import copy_routes
-from megatron_router_replay.engines.rows import RowLayout, SampleRows, build_trace
+from megatron_router_replay.engines.sample_rows import RowLayout, SampleRows, build_trace
 from megatron_router_replay.engines.tokens import SampleTokens
 from megatron_router_replay.errors import PayloadError
 from tests.unit.engines.engine_payloads import all_moe, routes, sglang_result, tokens
@@ -28,7 +28,7 @@ def sample(
     num_rows = sum(len(part) for part in parts if part.ndim)
     return SampleRows(
         source=SOURCE,
-        layout=RowLayout(parts=parts, layer_numbers=layers, **dict(layout)),
+        layout=RowLayout(arrays=parts, layer_numbers=layers, **dict(layout)),
         tokens=SampleTokens(
             num_tokens=num_rows + 1 if num_tokens is None else num_tokens,
             num_prompt_tokens=prompt,

@@ -28,7 +28,7 @@ def join_samples(
     """Return RoutingTrace's arguments for samples; see `RoutingTrace.from_samples`."""
     if last_token not in (None, "unrouted", "routed"):
         raise TraceError(f"MRR101: last_token={last_token!r} must be 'unrouted' or 'routed'.")
-    numbers, num_experts = as_layer_numbers(layer_numbers), as_integer("num_experts", num_experts)
+    layer_numbers, num_experts = as_layer_numbers(layer_numbers), as_integer("num_experts", num_experts)
     masks: Sequence[Any] = [None] * len(tokens) if replay_mask is None else replay_mask
     versions = [weight_version] * len(tokens) if _is_one(weight_version) else weight_version
     for name, values in (("routes", routes), ("replay_mask", masks), ("weight_version", versions)):
@@ -40,7 +40,7 @@ def join_samples(
     parts: dict[str, list[Tensor]] = {"topk_indices": [], "replay_mask": [], "token_ids": [], "weight_version": []}
     for number, (ids, rows, mask, version) in enumerate(zip(tokens, routes, masks, versions, strict=True)):
         try:
-            part = _sample(ids, rows, mask, version, num_experts, numbers, last_token)
+            part = _sample(ids, rows, mask, version, num_experts, layer_numbers, last_token)
         except TraceError as error:  # a rollout has thousands of samples: name this one
             raise TraceError(f"MRR102: sample {number}: {error}") from error
         for name, values in part.items():
@@ -58,7 +58,7 @@ def join_samples(
         raise TraceError("MRR102: from_samples needs a sample at least: of none, topk is not known.")
     return {
         "num_experts": num_experts,
-        "layer_numbers": numbers,
+        "layer_numbers": layer_numbers,
         "sequence_lengths": [part.numel() for part in parts["token_ids"]],
         **{name: torch.cat(values) for name, values in parts.items() if values},
     }
@@ -75,7 +75,7 @@ def _sample(
     mask: Any,
     version: Any,
     num_experts: int,
-    numbers: tuple[int, ...],
+    layer_numbers: tuple[int, ...],
     last_token: str | None,
 ) -> dict[str, Tensor]:
     """Return the values of a sample, a row for each of its T tokens."""
@@ -90,7 +90,7 @@ def _sample(
     swapped = (
         " Give [T, layers, topk]: the tokens are on axis 1." if rows.shape[1] in (ids.numel(), ids.numel() - 1) else ""
     )
-    rows = _named_layers(rows, numbers)
+    rows = _named_layers(rows, layer_numbers)
     length, has_last = ids.numel(), rows.shape[0] == ids.numel()
     # Engines that did not run the token sampled last return T - 1 rows.
     if not has_last and (rows.shape[0] != length - 1 or last_token == "routed"):
@@ -100,7 +100,7 @@ def _sample(
             f"with -1 in every layer.{swapped}"
         )
     # Rows of -1 have no route. An unsigned dtype cannot mark them so.
-    missing = (rows == -1).flatten(1).all(1) if numbers else torch.zeros(rows.shape[0], dtype=torch.bool)
+    missing = (rows == -1).flatten(1).all(1) if layer_numbers else torch.zeros(rows.shape[0], dtype=torch.bool)
     routed = ~missing if rows.dtype.is_signed else torch.ones_like(missing)
     _check_ends(rows, routed, mask, length, last_token)
     routed = torch.nn.functional.pad(routed, (0, length - rows.shape[0]))
@@ -108,8 +108,8 @@ def _sample(
         routed = routed & as_mask("replay_mask", mask, length)
     if last_token != "routed" and length:
         routed = torch.cat([routed[:-1], torch.zeros(1, dtype=torch.bool)])  # the engine never ran it
-    check_topk_indices(rows, num_experts=num_experts, layer_numbers=numbers, replay_mask=routed[: rows.shape[0]])
-    if numbers and (
+    check_topk_indices(rows, num_experts=num_experts, layer_numbers=layer_numbers, replay_mask=routed[: rows.shape[0]])
+    if layer_numbers and (
         runs := find_stale_rows(rows.numpy(), ids[: rows.shape[0]].numpy(), routed[: rows.shape[0]].numpy())
     ):
         raise TraceError(
@@ -151,14 +151,14 @@ def _check_ends(rows: Tensor, routed: Tensor, mask: Any, length: int, last_token
         )
 
 
-def _named_layers(rows: Tensor, numbers: tuple[int, ...]) -> Tensor:
-    """Return the routes of the layers `numbers`, [T, len(numbers), topk]."""
-    if rows.shape[1] == len(numbers):
+def _named_layers(rows: Tensor, layer_numbers: tuple[int, ...]) -> Tensor:
+    """Return the routes of the layers `layer_numbers`, [T, len(layer_numbers), topk]."""
+    if rows.shape[1] == len(layer_numbers):
         return rows
-    if not numbers or rows.shape[1] < numbers[-1]:
+    if not layer_numbers or rows.shape[1] < layer_numbers[-1]:
         raise TraceError(
-            f"MRR302: routes have {rows.shape[1]} layers, layer_numbers name {len(numbers)}, up to "
-            f"{max(numbers, default=0)}: give one entry for each of these, or for each decoder layer of the model."
+            f"MRR302: routes have {rows.shape[1]} layers, layer_numbers name {len(layer_numbers)}, up to "
+            f"{max(layer_numbers, default=0)}: give one entry for each of these, or for each decoder layer of the model."
         )
     # Engines may return an entry for every decoder layer, dense ones too; numbers begin at 1.
-    return rows[:, [number - 1 for number in numbers]]
+    return rows[:, [number - 1 for number in layer_numbers]]

@@ -38,7 +38,7 @@ class RowLayout:
     """The arrays of a sample as an engine lays them out.
 
     Args:
-        parts: arrays [rows, layers, topk] that follow one another; the first row is token `start`.
+        arrays: [rows, layers, topk] that follow one another; the first row is token `start`.
         layer_numbers: Megatron's number of each entry of the layer axis. Columns of dense layers must be filler, all 0 or
             all -1; those of `ids_in_dense_layers` may hold anything.
         last_row: a row of the last token, where there is one, is "padding" or a "route" (of a full forward); "none": an
@@ -46,7 +46,7 @@ class RowLayout:
         start: the token of the first row, where the reply or its format states it.
     """
 
-    parts: Sequence[Array]
+    arrays: Sequence[Array]
     layer_numbers: Sequence[int]
     ids_in_dense_layers: bool = False
     last_row: Literal["none", "padding", "route"] = "none"
@@ -71,7 +71,7 @@ class SampleRows:
 
     @property
     def num_rows(self) -> int:
-        return sum(part.shape[0] for part in self.layout.parts)
+        return sum(part.shape[0] for part in self.layout.arrays)
 
     @property
     def start(self) -> int:
@@ -139,7 +139,7 @@ def _all_or_none(noun: str, samples: Sequence[SampleRows], values: list[Any]) ->
 def _check_shape(sample: SampleRows, model: ModelRoutingInfo) -> None:
     """Raise unless the arrays have three axes, of the right width and with a known layer axis."""
     source, num_columns, num_moe = sample.source, len(sample.layout.layer_numbers), len(model.moe_layer_numbers)
-    for part in sample.layout.parts:
+    for part in sample.layout.arrays:
         if part.ndim != 3:
             raise source.error(
                 f"MRR306: has shape {list(part.shape)}, expected [rows, layers, topk] = [rows, {num_columns}, {model.topk}]."
@@ -205,7 +205,7 @@ def _fill(sample: SampleRows, model: ModelRoutingInfo, out: Array, mask: Array) 
     # The last sampled token is never fed back to the engine, so it has no route, whatever its row contains.
     end = num_tokens if sample.last_row == "route" else num_tokens - 1
     row, num_lost = sample.start, 0
-    for part in sample.layout.parts:
+    for part in sample.layout.arrays:
         first = max(row, sample.begin)  # of a decode server, the rows of the prompt are rubbish
         rows = part[first - row : max(end - row, 0)]
         row += len(part)

@@ -21,7 +21,7 @@ from megatron_router_replay.checks import shown
 from megatron_router_replay.engines.decoder import Decoder
 from megatron_router_replay.engines.model_info import ModelLike, as_model_info
 from megatron_router_replay.engines.options import DecodeOptions, SharedOptions, TokenIds
-from megatron_router_replay.engines.rows import build_trace
+from megatron_router_replay.engines.sample_rows import build_trace
 from megatron_router_replay.engines.tokens import resolve_tokens
 from megatron_router_replay.errors import PayloadError
 from megatron_router_replay.trace import RoutingTrace, concat_traces
