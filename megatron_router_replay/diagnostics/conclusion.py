@@ -195,6 +195,8 @@ def _place(
             names = "rounding (another precision, kernel or layout), " + names.replace(
                 "weights, a config", "weights or a config that differ a little"
             )
+        elif exchanged < 0.8 and shares[0] <= 2 * _PRECISION_SHARE:  # a model that differs so much moves more rows
+            names = "weights, a config, positions, a random mask, or different rows in a few places"
         known = set(clues) & {"token", "first_rows"} or _is_sure(clues, diff)
         is_open = "" if "expert" in clues else f": {_OPEN}"  # the cause of an expert that is not sure says so itself
         fits = "" if known else f" That fits {names}{is_open}."

@@ -224,6 +224,7 @@ class _Search:
         # Only rows and layers that both have can be unrelated.
         # A different token has different routes, which are no fact of their own.
         unrelated = ~self.in_place & self.alike[:, None] & (self.column >= 0)
+        self._match_regions(tried, chosen, bad & (chosen < 0) & (2 * self.by_piece(unrelated) > routed), unrelated)
         for index, each in enumerate(tried):
             found = self._moved if each.kind == "sample_order" else self._regions
             for fact, rows, layers in found(each, chosen == index):
@@ -233,6 +234,23 @@ class _Search:
                 yield fact
         cells = bad & (chosen < 0) & (2 * self.by_piece(unrelated) > routed)
         yield from self._unrelated(_Explanation(kind="nothing", fitting=unrelated), cells)
+
+    def _match_regions(self, tried: Sequence[_Explanation], chosen: Array, cells: Array, unrelated: Array) -> None:
+        """Choose explanations of cells [P, L] whose moved rows alone fit them: rows may fill a part of a piece.
+
+        Args:
+            tried: explanations.
+            chosen: [P, L] their index, -1: none; changed here.
+            cells: [P, L] bool, without an explanation.
+            unrelated: [n, L] bool.
+        """
+        moved = [index for index, each in enumerate(tried) if each.kind == "row"]
+        for _, rows, layers in self._regions(_Explanation(kind="nothing", fitting=unrelated), cells):
+            fits = [tried[index].fitting[np.ix_(rows, layers)].mean() for index in moved]
+            if max(fits) >= _FITS:
+                pieces = np.unique(np.searchsorted(self.starts, rows, side="right") - 1)
+                region = np.ix_(pieces, layers)
+                chosen[region] = np.where(cells[region], moved[int(np.argmax(fits))], chosen[region])
 
     def _unrelated(self, each: _Explanation, cells: Array) -> Iterator[Fact]:
         """Yield the facts of rows that are unrelated to a; those of several regions with the same layers as one."""
@@ -339,7 +357,7 @@ class _Search:
         # A pair of a sample and an offset as one number, which is counted much faster than a column of two.
         samples = self.samples_a.of_rows(sources + self.first)
         pairs, votes = np.unique(samples << 32 | sources - rows + (1 << 31), return_counts=True)
-        in_search, decided, is_different = np.bincount(np.unique(rows), minlength=len(offsets)).cumsum(), set(), False
+        in_search, decided = np.bincount(np.unique(rows), minlength=len(offsets)).cumsum(), set()
         for i in np.argsort(-votes, kind="stable"):
             sample, offset = int(pairs[i]) >> 32, (int(pairs[i]) & (1 << 32) - 1) - (1 << 31)
             if sample >= len(self.samples_a.lengths):
@@ -355,24 +373,36 @@ class _Search:
                 continue
             decided.add(place)
             offsets[begin:end][offsets[begin:end] == 0] = offset
-            is_different |= place != sample
         # Where b has the lengths of a, rows of b may come after the last sample, and are in none.
         offsets[max(0, int(self.samples.starts[-1]) - self.first) :] = 0
-        # Rows that moved in their own samples, or because an earlier sample has a different length, are a row fact.
+        # Rows that are a part of their sample, there or here, are a row fact.
+        fits, is_different = self.near(offsets, self.column).mean(axis=1), False
+        lengths = np.diff(self.samples.starts, append=np.inf)
+        for of_source, place, source in self._moved_samples(offsets):
+            if fits[of_source].sum() < _FITS * max(len(of_source), lengths[place]):
+                offsets[of_source] = 0
+            else:
+                is_different |= place != source
+        # So are rows that moved in their own samples, or because an earlier sample has a different length.
         return offsets if is_different else np.zeros_like(offsets)
+
+    def _moved_samples(self, offsets: Array) -> Iterator[tuple[Array, int, int]]:
+        """Yield the rows of b that lie in one sample of a at one offset, their sample in b, and that of a."""
+        moved = np.flatnonzero(offsets)
+        sources = self.samples_a.of_rows(moved + offsets[moved] + self.first)
+        # A sample of a may lie in several places of b, each with an offset of its own.
+        for source, offset in np.unique(np.stack([sources, offsets[moved]]), axis=1).T.tolist():
+            rows = moved[(sources == source) & (offsets[moved] == offset)]
+            yield rows, self.samples.at(self.first + int(rows[0] + rows[-1]) // 2), source
 
     def _moved(self, each: _Explanation, cells: Array) -> Iterator[tuple[Fact, Array, Array]]:
         """Yield one fact about all samples of b that match different samples of a."""
-        # A piece may have rows of two samples, so whole samples are compared again, by all of their rows.
-        offsets, taken = each.values, self.per_row(np.any(cells, axis=1)) & (each.values != 0)
-        sources = self.samples_a.of_rows(np.arange(len(offsets)) + offsets + self.first)
+        # A piece may have rows of two samples, so whole samples are stated.
+        taken = self.per_row(np.any(cells, axis=1))
         moved: dict[int, int] = {}
         rows: list[Array] = []
-        # A sample of a may lie in several places of b, each with an offset of its own.
-        for source, offset in np.unique(np.stack([sources[taken], offsets[taken]]), axis=1).T.tolist():
-            of_source = np.flatnonzero((offsets == offset) & (sources == source))
-            if 2 * each.fitting[of_source].mean() >= 1:
-                place = self.samples.at(self.first + int(of_source[0] + of_source[-1]) // 2)
+        for of_source, place, source in self._moved_samples(each.values):
+            if taken[of_source].any():
                 moved |= {place: source} if place != source else {}
                 rows.append(of_source)
         if not moved:

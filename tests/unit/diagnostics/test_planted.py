@@ -206,6 +206,26 @@ def test_a_few_rows_are_no_fact(rows, stated):
     assert [fact.rows for fact in pair.diff().facts] == stated
 
 
+@pytest.mark.parametrize(
+    ("first", "last", "offset", "words"),
+    [
+        # The source, sample 3 moved 48 rows to the front, would lie in sample 2 for the most part.
+        (257, 284, 48, "rows 257..284 (sample 2, from position 91) of b match a's rows 305..332 (48 rows later)"),
+        # They fill two thirds of sample 3, and a third of sample 2.
+        (242, 281, 48, "rows 242..281 (sample 2, from position 76) of b match a's rows 290..329 (48 rows later)"),
+        # They fill three quarters of no piece.
+        (242, 279, 48, "rows 242..279 (sample 2, from position 76) of b match a's rows 290..327 (48 rows later)"),
+        # They are half of sample 1.
+        (70, 121, 220, "rows 70..121 (sample 1) of b match a's rows 290..341 (220 rows later)"),
+    ],
+)
+def test_rows_of_a_different_sample_are_no_sample_that_moved(first, last, offset, words):
+    pair = noisy_pair(0.02, 4, 32)
+    pair.b[first : last + 1] = pair.b[first + offset : last + 1 + offset].clone()
+    (fact,) = pair.diff().facts
+    assert fact.text.startswith(f"{words}, in all layers: ")
+
+
 def test_rows_after_the_last_sample_are_of_no_sample():
     """b has no lengths, so those of a stand for them, and a's first sample once more at its end is no sample 2."""
     routes = torch.rand(80, 3, 32, generator=torch.Generator().manual_seed(1)).topk(4).indices
