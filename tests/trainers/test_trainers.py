@@ -64,6 +64,8 @@ CASES = {
     "roll packed moe": (ONE, MOE, PACKED),
     "roll tp2 full": (TP2, FULL, {}),
     "roll tp2 packed": (TP2, {}, PACKED),
+    "roll cp2 moe": (CP2, MOE, {}),
+    "roll cp2 packed full": (CP2, FULL, PACKED),
     "roll dp2 ep2 full": (EP2, FULL, {}),
     "roll dp2 ep2 packed full": (EP2, FULL, PACKED),
     "roll pp2 full": (PP2, FULL, {}),
