@@ -9,7 +9,7 @@ import torch
 
 from megatron_router_replay.errors import PayloadError
 from megatron_router_replay.trainers import megatron_rl, request_routes
-from megatron_router_replay.trainers.request_routes import Piece, RequestRoutes, Ticket
+from megatron_router_replay.trainers.request_routes import Piece, RequestRoutes, Ticket, _queries
 
 EXPERTS, TOPK = 16, 4
 ENGINES = ((0, (2,)), (0, (3, 4)), (2, (2,)), (2, (3, 4)))
@@ -82,6 +82,20 @@ def test_routes_that_nobody_has_raise_on_all_ranks(layers, skip, text, on_ranks)
     assert all(each.startswith(text) for each in on_ranks(4, refused, layers, skip))
 
 
+def test_a_rank_queries_itself_first_and_else_spreads_over_the_ranks_that_have_a_layer():
+    engines = ((0, (2,)), (0, (3, 4)), (0, (3, 4)), (2, (2, 3, 4)))
+    pieces = [Piece(Ticket(0, 1, 0), 0, 5), Piece(Ticket(2, 7, 0), 3, 3), Piece(Ticket(2, 8, 0), 3, 9)]
+    of_engine_0 = ((0, 1), (0, 1), (0,), ((1, 0, 5),))  # places there, layers here, pieces here, rows
+    of_engine_2 = ((1, 2), (0, 1), (2,), ((8, 3, 9),))  # an empty piece has no row
+    assert _queries(pieces, (3, 4), engines, 2) == {2: of_engine_0, 3: of_engine_2}
+    assert _queries(pieces, (3, 4), engines, 3) == {2: of_engine_0, 3: of_engine_2}
+    assert _queries(pieces, (3, 4), engines, 0) == {1: of_engine_0, 3: of_engine_2}
+    assert _queries(pieces[:1], (4, 2), engines, 1) == {
+        1: ((1,), (0,), (0,), ((1, 0, 5),)),
+        0: ((0,), (1,), (0,), ((1, 0, 5),)),
+    }
+
+
 def test_the_dtype_is_as_narrow_as_the_experts_allow():
     for experts, dtype in ((256, torch.uint8), (257, torch.int16)):
         store = RequestRoutes()
@@ -105,6 +119,7 @@ def test_routes_go_when_they_were_trained_or_are_too_old():
     store.keep(3, torch.arange(4), routes_of(3, 4, (2,)), num_experts=EXPERTS)
     store.keep(4, torch.arange(4), routes_of(4, 4, (2,)), num_experts=EXPERTS)
     store.forget([Ticket(0, 3, 5), Ticket(2, 4, 5)], before=1)  # request 4 of the other engine
+    store.forget([], before=5)  # it is of collection 5 itself
     assert [store.ticket(number) for number in (1, 2, 3, 4)] == [None, None, None, Ticket(0, 4, 5)]
 
 

@@ -35,8 +35,8 @@ class LayerRoutes:
             follow(self._stream, self.topk_indices)
             layers = range(number * _BLOCK, min((number + 1) * _BLOCK, self.topk_indices.shape[1]))
             source = self.topk_indices[:, layers.start : layers.stop].transpose(0, 1)
-            block = torch.empty(source.shape, dtype=torch.int64, device=source.device).copy_(source)
-            found = self._blocks[number] = block.unbind(), set(layers), current_stream(block.device)
+            widened = torch.empty(source.shape, dtype=torch.int64, device=source.device).copy_(source)
+            found = self._blocks[number] = widened.unbind(), set(layers), current_stream(widened.device)
         block, missing, stream = found
         layer = block[position % _BLOCK]
         if stream is not None:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import megatron_router_replay as mrr
 from megatron_router_replay.diagnostics.page import save_page
@@ -357,6 +358,64 @@ def test_rows_that_are_given_in_a_backward_raise_where_no_forward_follows():
         output.register_hook(lambda gradient: session.microbatch(ROWS))
         with pytest.raises(ReplayStateError, match=r"MRR407: rows were given in a backward.*right before each forward"):
             output.sum().backward()
+
+
+def test_rows_that_are_given_in_a_pause_or_in_a_recompute_are_of_no_forward():
+    chunk, trace = Chunk(), random_trace(8)
+
+    def step(scale):  # a checkpoint of the trainer's own around its forward step
+        session.microbatch(ROWS)
+        return chunk(IDS) * scale
+
+    with watched(chunk) as seen, mrr.replay(chunk, trace, min_agreement=0) as session:
+        with session.paused():
+            session.microbatch(ROWS)
+            chunk(IDS, 1)
+        checkpoint(step, torch.ones((), requires_grad=True), use_reentrant=False).sum().backward()
+    assert session.report.microbatches == 1
+    assert (wrong_replays({key: maps for key, maps in seen.items() if key[0] == 0}, trace), len(seen[0, 1])) == (0, 2)
+
+
+@pytest.mark.parametrize(("ids", "message"), [(IDS[:, :3], "MRR201"), (OTHERS, "MRR203")])
+def test_a_forward_of_other_tokens_leaves_no_micro_batch(ids, message):
+    chunk, trace = Chunk(), random_trace(8, token_ids=IDS.reshape(-1))
+    with watched(chunk) as seen, mrr.replay(chunk, trace, min_agreement=0) as session:
+        session.microbatch(ROWS)
+        with pytest.raises(LayoutError, match=message):
+            chunk(ids, 1)
+        session.microbatch(ROWS)
+        chunk(IDS)
+    assert (session.report.microbatches, len(seen), wrong_replays(seen, trace)) == (1, 3, 0)
+
+
+class Planned(Chunk):
+    """A model whose layers run after `build_schedule_plan` has returned."""
+
+    def build_schedule_plan(self, input_ids):
+        return lambda: Chunk.forward(self, input_ids)
+
+
+def test_a_plan_whose_layers_never_ran_gives_its_rows_to_no_other_plan():
+    trace = random_trace(8, token_ids=IDS.reshape(-1), sequence_lengths=(4, 4))
+    chunk = Planned()
+    with mrr.replay(chunk, trace, min_agreement=0) as session:
+        chunk.build_schedule_plan(IDS)()
+        assert session.report.microbatches == 1
+    session = mrr.replay(chunk, trace)
+    chunk.build_schedule_plan(IDS)
+    with pytest.raises(
+        ReplayStateError, match=r"MRR407: .*rows were given for micro-batch 0, and no forward has used them"
+    ):
+        chunk.build_schedule_plan(IDS.flip(0))
+    mrr.close_sessions(chunk)
+
+
+def test_a_routed_row_needs_no_token_id_where_others_have_no_route():
+    ids = torch.where((FIRST | (ROWS == 1)).reshape(-1), -1, IDS.reshape(-1))  # rows 0 and 1 are of unknown tokens
+    trace = random_trace(8, replay_mask=torch.arange(8) != 4, token_ids=ids)
+    rows = torch.where(LAST, -1, ROWS)
+    seen, report = replayed(Chunk(), trace, rows)
+    assert (wrong_replays(seen, trace, rows), report.rows_replayed, report.rows_live) == (0, 6, 2)
 
 
 @pytest.mark.parametrize(
