@@ -154,7 +154,7 @@ def reply(num_prompt: int, tokens: list[int], stop: str) -> dict[str, Any]:
 
 
 def actor(kind: Any, chunks: Sequence[Any], layout: ParallelSizes) -> Any:
-    """Return an actor of a class of MegatronPPOActor with these chunks."""
+    """Return a MegatronPPOActor, or one of a class of it, with these chunks."""
     from areal.api.cli_args import MegatronEngineConfig, MicroBatchSpec, PPOActorConfig
 
     me = kind(

@@ -127,12 +127,14 @@ def step(
 
 def prepare(layout: ParallelSizes) -> tuple[Any, Any]:
     """Return ROLL's module of strategies, with services replaced, and its actor's worker."""
+    from mcore_adapter.models import model_factory
     from roll.distributed.strategy import megatron_strategy as module
     from roll.pipeline.base_worker import ActorWorker
 
     # Only the logging of auxiliary losses.
     module.reduce_aux_losses_tracker_across_ranks = module.clear_aux_losses_tracker = lambda *_: None
     module.get_moe_layer_wise_logging_tracker = lambda *_: {}
+    model_factory.torch = without_pinned_memory()
     # An older Megatron-Core has no total_tokens, which only Transformer Engine reads.
     module.PackedSeqParams = small_model.packed_seq_params
     worker = object.__new__(ActorWorker)
@@ -182,13 +184,21 @@ def strategy(module: Any, chunks: list[Any], config: Config, layout: ParallelSiz
     return me
 
 
+def without_pinned_memory() -> Any:
+    """Return torch for a module whose context parallelism pins the memory of its indices, as only a GPU can."""
+    module = types.ModuleType("torch")
+    vars(module).update(vars(torch), tensor=lambda *args, pin_memory=False, **kwargs: torch.tensor(*args, **kwargs))
+    return module
+
+
 def _lay_out(model: Any, args: Any, kwargs: Any) -> Any:
     ids = kwargs["input_ids"]
     params = kwargs["packed_seq_params"]
-    at = torch.arange(ids.shape[1]).expand_as(ids)
-    if params is not None:
-        starts = params.cu_seqlens_q[:-1].repeat_interleave(params.cu_seqlens_q.diff())
-        at = at - starts
+    lengths = (
+        [ids.shape[1] * model.config.context_parallel_size] if params is None else params.cu_seqlens_q.diff().tolist()
+    )
+    parts = [model.get_batch_on_this_cp_rank({"at": torch.arange(length)[None]})["at"] for length in lengths]
+    at = torch.cat(parts, dim=1).expand_as(ids)
     return args, {**kwargs, "position_ids": at, "attention_mask": None}
 
 

@@ -1,4 +1,4 @@
-"""AReaL, unedited: its routes end before its trainer, and two classes of one's own replay them."""
+"""AReaL, unedited: its routes end before its trainer, and the two classes of its page replay them."""
 
 import pytest
 

@@ -290,7 +290,7 @@ def test_a_stream_that_moved_fits_tokens_of_its_own_sequence():
     assert "15 places before" in said_of_moved(15, 0, 30)
     assert said_of_moved(16, 0, 30) == "", "less than half"
     assert said_of_moved(1, 1, 20, end=9) == "", "in a short sequence, by one place alone"
-    assert "1 place before" in said_of_moved(1, 1, 20, end=10)
+    assert "1 place before" in said_of_moved(1, 0, 20, end=9), "by one place before or after"
 
 
 @pytest.mark.parametrize(("num", "is_said"), [(75, True), (76, False), (100, False)])
