@@ -124,7 +124,9 @@ def _by_layer(diff: TraceDiff) -> list[str]:
     if not sum(different):
         return []
     clues = {fact.kind: fact for fact in reversed(diff.facts) if fact.kind in _CLUES}
-    unrelated = [fact for fact in diff.facts if fact.kind == "nothing"]
+    # Rows of different tokens are unlike from the lowest layer on.
+    lowest = diff.layer_numbers[0]
+    unrelated = [fact for fact in diff.facts if fact.kind == "nothing" and lowest in fact.layer_numbers]
     shares = [count / diff.rows_alike for count in different]
     onset = _onset(different, shares)
     one_expert = int(diff.unexplained[:, -2].sum()) / sum(different)
@@ -132,8 +134,11 @@ def _by_layer(diff: TraceDiff) -> list[str]:
     counted = f"{share(sum(different), diff.rows_alike * len(shares))} of decisions differ, {exchange} by one expert"
     causes = [_cause(clues[kind], diff) for kind in _CLUES if kind in clues]
     if unrelated and _rows(unrelated) < 0.9 * diff.rows_alike:
-        part = f"{_rows(unrelated):,} rows are as unlike as unrelated ones: other tokens in these rows "
-        part += "(another answer, request or step)."
+        part = f"{_rows(unrelated):,} rows are as unlike as unrelated ones: "
+        if any(None not in (each.token_a, each.token_b) for each in diff.differences):
+            part += "their tokens are the same, so these are routes of other rows, or of another request or step."
+        else:
+            part += "other tokens in these rows (another answer, request or step), or routes of other rows."
         if sum(fact.decisions for fact in unrelated) >= 0.75 * sum(different):
             return [part, f"{counted}."]
         causes.insert(0, part)
@@ -180,7 +185,8 @@ def _place(
     """Return the place of an onset, and the causes that it leaves."""
     i, number = onset.index, diff.layer_numbers[onset.index]
     before = f"layer {diff.layer_numbers[i - 1]}" if i else "the embedding"
-    between = f"between {before} and layer {number}"
+    # The experts of the lowest layer change no layer before the next one.
+    between = f"between {before} and layer {number}{', or after every layer,' if i == 1 else ''}"
     rows = f"{different[i]:,} of {diff.rows_alike:,} rows differ in layer {number}"
     exchanged = diff.unexplained[i, -2].item() / max(1, different[i])
     by_one = f", {percent(exchanged)} of them by one expert" if diff.topk > 1 else ""
@@ -190,13 +196,13 @@ def _place(
             f"recorded or captured wrongly, or a recompute from saved inputs; a model that differs changes later layers too."
         ]
     if not i:
-        names = "weights, a config, positions, or a random mask"
+        names = "weights, a config, positions, the attention's mask or its packing, or a random mask"
         if shares[0] <= 2 * _PRECISION_SHARE and exchanged >= 0.8:
             names = "rounding (another precision, kernel or layout), " + names.replace(
                 "weights, a config", "weights or a config that differ a little"
             )
         elif exchanged < 0.8 and shares[0] <= 2 * _PRECISION_SHARE:  # a model that differs so much moves more rows
-            names = "weights, a config, positions, a random mask, or different rows in a few places"
+            names = names.replace("or a random mask", "a random mask, or different rows in a few places")
         known = set(clues) & {"token", "first_rows"} or _is_sure(clues, diff)
         is_open = "" if "expert" in clues else f": {_OPEN}"  # the cause of an expert that is not sure says so itself
         fits = "" if known else f" That fits {names}{is_open}."
@@ -210,7 +216,8 @@ def _place(
 def _between(diff: TraceDiff, i: int) -> str:
     below, number = diff.layer_numbers[i - 1], diff.layer_numbers[i]
     return (
-        f"weights or a config of the experts of layer {below}, of the norms, the attention or the router of layer {number}"
+        f"weights or a config of the experts of layer {below} or of their scores, of the norms, the attention or the router "
+        f"of layer {number}"
         f"{', or of a dense layer between' if number > below + 1 else ''}; or a random mask or noise there"
     )
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from importlib.machinery import PathFinder
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Optional
 
 import torch
 
 from megatron_router_replay.testing import ParallelSizes
 from megatron_router_replay.trainers import ms_swift
+from megatron_router_replay.trainers.seams import source_of
 from tests.trainers import oracle, small_model
 from tests.trainers.sources import Source
 from tests.trainers.stand_ins import Config, trainer_imports
@@ -24,6 +27,23 @@ ZOO = (
     "swift.rlhf_trainers.grpo_trainer",
 )
 """Modules of each architecture, of data sets and of its backend without Megatron: no case runs them."""
+
+
+def bridge() -> Path | None:
+    """Return the folder of mcore_bridge, None: it is not installed."""
+    spec = PathFinder.find_spec("mcore_bridge")
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
+def split_cp_inputs() -> Any:
+    """Return mcore_bridge's own function, without its imports."""
+    from megatron.core import parallel_state
+
+    folder, name = bridge(), "split_cp_inputs"
+    assert folder is not None, "the test is skipped"
+    names = {"torch": torch, "mpu": parallel_state, "Optional": Optional}
+    exec(source_of((folder / "utils" / "megatron_utils.py").read_text(), name) or "", names)
+    return names[name]
 
 
 def arguments(layout: ParallelSizes, *, packs: bool) -> Config:
@@ -109,7 +129,10 @@ def step(
     with trainer_imports(folder, SOURCE.packages, services=SERVICES + ZOO), oracle.process(plants=plants):
         ms_swift.install()
         from swift.megatron.trainers import base, grpo_trainer
+        from swift.megatron.utils import megatron_lm_utils
 
+        if layout.cp_size > 1:
+            megatron_lm_utils.split_cp_inputs = split_cp_inputs()
         args = arguments(layout, packs=flags.get("packs", False))
         chunks = small_model.build(layout, moe_enable_routing_replay=audits, **options)
         for chunk in chunks:

@@ -284,19 +284,21 @@ ROUNDING = (
         ((0.05, 0.05, 0.05, 0.04, 0.04), "no place stands out: 4.60 % of decisions differ", "something between"),
         ((0.1, 0.1, 0.1, 0.1, 0.1), "something between the embedding and layer 2, or everywhere, differs: 100 of 1,000 rows "
          "differ in layer 2, 100.00 % of them by one expert; 10.00 % of decisions differ, all of them by one expert. That "
-         "fits rounding (another precision, kernel or layout), weights or a config that differ a little, positions, or a "
-         f"random mask: {OPEN}", "no place"),
-        ((0.5, 0.5, 0.5, 0.5, 0.5), f"That fits weights, a config, positions, or a random mask: {OPEN}", "rounding"),
-        ((0.0, 0.02, 0.04, 0.08, 0.1), "something between layer 2 and layer 3 differs: 20 of 1,000 rows differ in layer 3, "
-         "100.00 % of them by one expert, and none in the layers below; 4.80 % of decisions differ, all of them by one "
-         "expert. That fits another precision or kernel, weights or a config of the experts of layer 2", "no place"),
+         "fits rounding (another precision, kernel or layout), weights or a config that differ a little, positions, the "
+         f"attention's mask or its packing, or a random mask: {OPEN}", "no place"),
+        ((0.5, 0.5, 0.5, 0.5, 0.5), "That fits weights, a config, positions, the attention's mask or its packing, or a "
+         f"random mask: {OPEN}", "rounding"),
+        ((0.0, 0.02, 0.04, 0.08, 0.1), "something between layer 2 and layer 3, or after every layer, differs: 20 of 1,000 "
+         "rows differ in layer 3, 100.00 % of them by one expert, and none in the layers below; 4.80 % of decisions differ, "
+         "all of them by one expert. That fits another precision or kernel, weights or a config of the experts of "
+         "layer 2 or of their scores", "no place"),
         ((0.01, 0.01, 0.01, 0.01, 0.1), "something between layer 5 and layer 6 differs: 100 of 1,000 rows differ in layer 6, "
          "100.00 % of them by one expert, and 1.00 % at most in the layers below", "no place"),
         ((0.0, 0.0, 0.0, 0.05, 0.0), "layer 5 alone differs, and later layers do not follow: 50 of 1,000 ", "between layer"),
         ((0.0, 0.0, 0.0, 0.01, 0.0), "10 decisions differ, all of them by one expert: too few to show where they begin. "
          f"{ROUNDING}{OPEN}", "alone differs"),
-        ((0.0, 0.42, 0.40), "something between layer 2 and layer 3 differs: ", "rounding"),
-        ((0.0, 0.35, 0.09), "something between layer 2 and layer 3 differs: ", "rounding"),
+        ((0.0, 0.42, 0.40), "something between layer 2 and layer 3, or after every layer, differs: ", "rounding"),
+        ((0.0, 0.35, 0.09), "something between layer 2 and layer 3, or after every layer, differs: ", "rounding"),
     ],
 )  # fmt: skip
 def test_where_differences_begin_and_the_causes_that_this_leaves(by_layer, words, not_words):
@@ -312,7 +314,10 @@ def test_where_differences_begin_and_the_causes_that_this_leaves(by_layer, words
     ("share", "words"),
     [
         (0.04, "That fits weights or a config that differ, a random mask, or different rows in a few places: "),
-        (0.12, "That fits weights, a config, positions, a random mask, or different rows in a few places: "),
+        (
+            0.12,
+            "the attention's mask or its packing, a random mask, or different rows in a few places: ",
+        ),
     ],
 )
 def test_whole_sets_that_flip_are_not_called_rounding(share, words):
@@ -354,3 +359,24 @@ def test_other_models_are_refused_and_empty_traces_are_the_same():
     assert diff.same
     assert str(diff).startswith("The traces are the same.\n")
     assert diff.to_dict()["same_by_layer"] == [None, None]
+
+
+def test_rows_as_unlike_as_unrelated_ones_have_different_tokens_only_where_these_may_differ():
+    a = big_trace(sequence_lengths=(300, 300))
+    routes = a.topk_indices.clone()
+    routes[100:200] = big_trace(seed=4).topk_indices[100:200]
+    words = "100 rows are as unlike as unrelated ones: "
+    diff = mrr.diff_traces(a, a._with(topk_indices=routes))
+    assert (
+        f"{words}other tokens in these rows (another answer, request or step), or routes of other rows."
+        in diff.conclusion
+    )
+    tokens = torch.arange(600, dtype=torch.int32)
+    diff = mrr.diff_traces(a._with(token_ids=tokens), a._with(topk_indices=routes, token_ids=tokens))
+    assert f"{words}their tokens are the same, so these are routes of other rows" in diff.conclusion
+    # Rows of the same tokens agree in the lowest layer.
+    routes[100:200, 0] = a.topk_indices[100:200, 0]
+    diff = mrr.diff_traces(a, a._with(topk_indices=routes))
+    assert diff.facts[0].layer_numbers == (3, 4, 5, 6)
+    assert words not in diff.conclusion
+    assert "something between layer 2 and layer 3, or after every layer, differs: " in diff.conclusion

@@ -76,6 +76,17 @@ def test_shared_experts_are_counted_as_by_hand_whatever_the_default_dtype(dtype)
     assert compared.report().layers[1] == report.layers[1], "rows without a route count nowhere"
 
 
+def test_rows_after_a_report_inside_the_session_are_compared_too():
+    compared = comparing()
+    scores, replayed = routes(400)
+    add(compared, scores, replayed)
+    assert compared.report().layers[1].rows == 400
+    assert found(compared) == ("", False)
+    add(compared, scores, routes(400, 1)[1], number=1)
+    assert compared.report().layers[1].rows == 800
+    assert "micro-batch 1, sequence 0" in found(compared)[0]
+
+
 @pytest.mark.parametrize(("experts", "topk"), [(4, 2), (8, 4), (16, 8), (128, 8)])
 def test_random_routes_agree_by_0(experts, topk):
     compared = comparing(experts=experts, topk=topk)
