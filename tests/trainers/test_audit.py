@@ -286,6 +286,18 @@ def test_rows_of_equal_samples_in_which_routes_or_masks_differ_are_left_out():
     ]
 
 
+def test_an_audit_compares_no_row_whose_route_one_of_equal_samples_lacks(chunks):
+    """A trainer that replays each sample's own routes leaves this row of the sample without it to the live router."""
+    tokens = torch.arange(1, 9)
+    routes = oracle.own_routes(chunks, tokens)[:-1]
+    routes[4, 2, 0] = min(set(range(oracle.EXPERTS)) - set(routes[4, 2].tolist()))
+    trace = replayer.make_trace(chunks, [tokens, tokens], [routes, routes], "unrouted")
+    trace = trace.without_routes(torch.arange(16) == 4)  # of the first sample
+    with mrr.audit(chunks, trace) as findings, torch.no_grad():
+        chunks[0](tokens[None], torch.arange(8)[None], None)
+    assert (findings.compared, findings.wrong, findings.without_route) == (3 * 6, 0, 3 * 2)
+
+
 @pytest.mark.parametrize("wrong", ["wrong", "recomputed_wrong"])
 def test_a_wrong_forward_or_a_wrong_recompute_alone_is_an_error(wrong, trainer, chunks, monkeypatch, caplog):
     """A recompute may be wrong where every forward was right."""

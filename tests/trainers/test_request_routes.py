@@ -1,12 +1,14 @@
 """The routes of requests go from the ranks that generated them to those that train them, by rank, layer and row."""
 
+import sys
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
 from megatron_router_replay.errors import PayloadError
-from megatron_router_replay.trainers import request_routes
+from megatron_router_replay.trainers import megatron_rl, request_routes
 from megatron_router_replay.trainers.request_routes import Piece, RequestRoutes, Ticket, _queries
 
 EXPERTS, TOPK = 16, 4
@@ -128,3 +130,24 @@ def test_a_request_of_other_tokens_is_named_with_the_position():
     for ids, where in (([0, 1, 2, 9, 4, 5], "position 3"), ([0, 1, 2], "their lengths, 6 and 3")):
         with pytest.raises(PayloadError, match=f"MRR802: rollout 9: .* different tokens: {where}"):
             store.check_tokens(Ticket(0, 1, 0), torch.tensor(ids), "rollout 9")
+
+
+A, B = Ticket(0, 1, 0), Ticket(0, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("tickets", "pieces"),
+    [
+        ([A, B], [Piece(A, 0, 3), Piece(B, 3, 8)]),  # a token keeps the routes of its first turn
+        ([None, B], [Piece(B, 0, 8)]),  # the first request was evicted, and the second one prefilled its tokens
+        ([A, None], [Piece(A, 0, 3)]),
+        ([None, None], []),
+    ],
+)
+def test_a_row_of_several_turns_has_the_routes_of_all_requests_that_kept_theirs(tickets, pieces):
+    rollout = SimpleNamespace(trajectory=[[5, 6, 7, 8], [5, 6, 7, 8, 9, 10, 11, 12, 13]], completion_ids=["a", "b"])
+    ledger = {name: SimpleNamespace(mrr_ticket=ticket) for name, ticket in zip("ab", tickets)}
+    trainer = SimpleNamespace(get_args=SimpleNamespace)
+    with mock.patch.dict(sys.modules, {megatron_rl.RL: trainer}), mock.patch.object(megatron_rl, "_store", filled(0)):
+        collection = megatron_rl._Collection(None, [[rollout]], ledger, None)
+    assert list(collection._pieces(megatron_rl._Row(0, -1))) == pieces

@@ -162,11 +162,11 @@ def test_every_router_gets_the_rows_of_its_tokens(
 
 
 LATER_STAGE: dict[str, Any] = {
-    "dummies": torch.zeros_like,
-    "rows in another order": lambda ids: ids.flip(0),
-    "the same": lambda ids: ids,
+    "dummies": lambda first, second: (torch.zeros_like(first), torch.zeros_like(second)),
+    "rows of the first micro-batch in another order": lambda first, second: (first.flip(0), second),
+    "the same": lambda first, second: (first, second),
 }
-"""What the ids of the first stage are made to for a later one; the shape stays."""
+"""What a later stage gets for the ids of two micro-batches; the shape stays."""
 
 
 def with_ids_on_a_later_stage(name: str) -> str:
@@ -175,10 +175,12 @@ def with_ids_on_a_later_stage(name: str) -> str:
     layout.initialize()
     chunks = build_tiny_gpt(tiny_gpt_config(layout, **FULL), layout, small_attention=True)
     microbatches = [batch(group, "right", layout, 0) for group in ([4, 0, 2], [1, 3, 5])]
+    for microbatch, ids in zip(microbatches, LATER_STAGE[name](*(each["tokens"] for each in microbatches))):
+        microbatch["of a later stage"] = ids
 
     def forward_step(iterator: Any, model: Any) -> Any:
         microbatch = next(iterator)
-        ids = microbatch["tokens"] if model.pre_process else LATER_STAGE[name](microbatch["tokens"])
+        ids = microbatch["tokens" if model.pre_process else "of a later stage"]
         output = model(ids, microbatch["position_ids"], None, labels=microbatch["labels"])
         return output, partial(masked_mean_loss, microbatch["loss_mask"])
 

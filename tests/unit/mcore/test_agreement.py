@@ -76,6 +76,17 @@ def test_shared_experts_are_counted_as_by_hand_whatever_the_default_dtype(dtype)
     assert compared.report().layers[1] == report.layers[1], "rows without a route count nowhere"
 
 
+def test_rows_after_a_report_inside_the_session_are_compared_too():
+    compared = comparing()
+    scores, replayed = routes(400)
+    add(compared, scores, replayed)
+    assert compared.report().layers[1].rows == 400
+    assert found(compared) == ("", False)
+    add(compared, scores, routes(400, 1)[1], number=1)
+    assert compared.report().layers[1].rows == 800
+    assert "micro-batch 1, sequence 0" in found(compared)[0]
+
+
 @pytest.mark.parametrize(("experts", "topk"), [(4, 2), (8, 4), (16, 8), (128, 8)])
 def test_random_routes_agree_by_0(experts, topk):
     compared = comparing(experts=experts, topk=topk)
@@ -359,6 +370,22 @@ def test_a_recording_agrees_and_one_of_other_weights_raises_unless_that_was_mean
                 session.close()
         else:
             session.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_recording_agrees_in_a_session_whatever_the_default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        trace = recorded(chunk := Chunk(), 2)
+        with mrr.replay(chunk, trace, ask_every_layer=True) as session:
+            for number in range(2):
+                session.microbatch(torch.arange(48).view(2, 24) + 48 * number)
+                chunk(tokens(2, 24, seed=number), number)
+    finally:
+        torch.set_default_dtype(before)
+    assert chunk.embedding.dtype == dtype
+    assert session.report.agreement.all_layers == pytest.approx(1)
 
 
 def test_routes_that_agree_little_are_warned_of_once(monkeypatch):

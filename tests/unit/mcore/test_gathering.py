@@ -94,6 +94,21 @@ def test_every_rank_gets_the_merged_trace_and_sends_its_routed_rows_alone(monkey
         assert sent == rows * (4 + 1 + 4 * (part.token_ids is not None) + 4)
 
 
+@pytest.mark.parametrize("other", [{"num_experts": 17}, {"topk": 3}])
+def test_recordings_of_two_models_raise(monkeypatch, other):
+    sizes = [{"num_experts": 16, "topk": 2}, {"num_experts": 16, "topk": 2} | other]
+    parts = [
+        RoutingTrace(
+            topk_indices=torch.arange(size["topk"]).expand(4, 1, -1),
+            layer_numbers=(rank + 1,),
+            num_experts=size["num_experts"],
+        )
+        for rank, size in enumerate(sizes)
+    ]
+    with pytest.raises(TraceError, match="MRR107: cannot gather recordings of different models"):
+        Threads(2).run(monkeypatch, parts)
+
+
 def test_samples_of_replicas_follow_one_another_in_the_order_of_replicas(monkeypatch):
     """Two replicas of two ranks, each of which routed every second row; a rank of either has a stage without MoE layers."""
     whole = torch.rand(6, 2, 16).topk(TOPK, dim=2).indices

@@ -84,6 +84,20 @@ def test_a_step_without_a_micro_batch_is_told_how_to_allow_that():
         pass
 
 
+def test_an_engine_gives_no_route_to_the_last_token_where_every_row_must_have_one():
+    for least, ends in ((1, "its traces never reach 1."), (0.51, "less than min_replayed=0.51.")):
+        (problem,) = judge_replay({0: N(4, 4)}, least)
+        assert problem.endswith(ends)
+
+
+@pytest.mark.parametrize(("wrong_routes", "counts"), [("raise", (1, 0)), ("warn", (0, 1))])
+def test_wrong_routes_raise_or_warn(wrong_routes, counts):
+    agreement = {"replica": 0, "layers": {}, "findings": [[72.0, "rows"]], "parts": [], "trace": "", "wrong_rows": []}
+    told = N(8, agreement=agreement)._replace(options=["megatron", None, 0.25, wrong_routes])
+    result = GroupCheck(None).finish(told)
+    assert (len(result.problems), len(result.warnings)) == counts
+
+
 STAGES = {
     # the stage of each rank: lowest rank of its pipeline, stage, digests of chunks -> the stage that is named; "": none is
     "the same": ([(0, 0, [[2, 7]]), (0, 1, [[2, 7]])], ""),
@@ -106,6 +120,12 @@ def test_pipeline_stages_must_have_had_the_same_rows(name):
     assert [problem.startswith(expected) for problem in problems] == [True] * bool(expected)
     at_fault = everyone | {9: N(at_fault=True)}
     assert stages_with_other_rows(at_fault) == []
+
+
+def test_four_pipeline_stages_are_named_at_most():
+    everyone = {rank: N(8)._replace(stage=(0, rank, [[2, 7 + rank]])) for rank in range(6)}
+    named = [problem.partition(" found")[0] for problem in stages_with_other_rows(everyone)]
+    assert named == [f"pipeline stage {rank} (rank {rank})" for rank in (1, 2, 3, 4)]
 
 
 def test_a_skipped_layer_is_the_one_error_of_its_session():

@@ -71,6 +71,19 @@ def test_rows_that_are_named_twice_are_counted_on_the_first_rank_alone(rank):
     assert session.report.rows_repeated == (0 if rank else 4)
 
 
+@pytest.mark.parametrize("starts", [lambda chunk: mrr.replay(chunk, random_trace(8), min_agreement=0), mrr.record])
+@pytest.mark.parametrize(("rank", "num_padding"), [(0, 1), (1, 2)])
+def test_padding_is_counted_on_the_rank_whose_routers_get_it(rank, num_padding, starts):
+    chunk, rows = chunk_of(rank), ROWS.clone()
+    rows[1, 1:] = -1
+    with starts(chunk) as session:
+        session.microbatch(rows, padding=rows < 0)
+        chunk(tokens())
+    report = session.report
+    assert report.rows_padding == num_padding
+    assert sorted([report.rows_replayed, report.rows_live]) == [0, 4 - num_padding]
+
+
 def test_rows_of_one_ranks_part_alone_are_refused():
     chunk = chunk_of(1)
     with (

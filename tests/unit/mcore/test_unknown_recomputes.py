@@ -285,3 +285,18 @@ def test_uninstall_leaves_the_routers_of_an_open_session_registered():
         mrr.uninstall()
         with pytest.raises(ReplayStateError, match=UNKNOWN):
             forward(chunk).backward()
+
+
+def test_a_forward_that_failed_before_its_dispatcher_leaves_nothing_for_steps_without_a_session():
+    chunk = Chunk()
+
+    def fail(*_):
+        raise ArithmeticError("between the router and its dispatcher")
+
+    handle = chunk.routers[1].register_forward_hook(fail)
+    with pytest.raises(ArithmeticError), mrr.freeze_recompute(chunk):
+        forward(chunk)
+    handle.remove()
+    mrr.uninstall()
+    mrr.install()
+    assert all(map(torch.equal, gradients_of_a_step(chunk), gradients_of_a_step(Chunk())))
