@@ -154,6 +154,60 @@ def test_an_audit_counts_routers_that_run_outside_of_a_forward(trainer, chunks):
     assert findings.not_found == 2
 
 
+def test_a_forward_with_tokens_of_no_sample_is_counted_once(trainer, chunks, caplog):
+    ids, _ = samples()
+    foreign = torch.tensor([oracle.unused_tokens(0)[: len(ids[0])]])
+    with mrr.audit(chunks, trace_of(chunks)) as findings, torch.no_grad():
+        chunks[0](ids[0][None], torch.arange(len(ids[0]))[None], None)
+        for _ in range(3):
+            chunks[0](foreign, torch.arange(foreign.shape[1])[None], None)
+    assert (findings.compared, findings.without_route, findings.not_found) == (3 * (len(ids[0]) - 1), 3, 3)
+    assert "3 without a route; 3 forwards were not compared. First: layer" in str(findings)
+    assert caplog.text.count("audit: a forward is not compared: MRR") == 1
+
+
+def test_a_forward_that_raises_leaves_no_rows_to_the_next_router(trainer, chunks):
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    def fail(*_):
+        raise ZeroDivisionError
+
+    ids, _ = samples()
+    router = next(each for each in chunks[0].modules() if isinstance(each, TopKRouter))
+    handle = chunks[0].module.output_layer.register_forward_pre_hook(fail)
+    with mrr.audit(chunks, trace_of(chunks)) as findings, torch.no_grad():
+        with pytest.raises(ZeroDivisionError):
+            chunks[0](ids[0][None], torch.arange(len(ids[0]))[None], None)
+        handle.remove()
+        compared = 3 * (len(ids[0]) - 1)
+        router(torch.zeros(len(ids[0]), 1, router.config.hidden_size))
+    assert (findings.compared, findings.not_found) == (compared, 1)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_recompute_outside_of_a_forward_takes_no_rows_of_one(is_first, trainer, chunks):
+    """Router 1 runs under a checkpoint of its own, before or after a pass without gradients."""
+    from megatron.core.transformer.moe.router import TopKRouter
+    from torch.utils.checkpoint import checkpoint
+
+    ids, _ = samples()
+    tokens, positions = ids[0][None], torch.arange(len(ids[0]))[None]
+    routes = oracle.own_routes(chunks, ids[0])[:-1]
+    trace = replayer.make_trace(chunks, [ids[0]], [routes], "unrouted")
+    router = next(each for each in chunks[0].modules() if isinstance(each, TopKRouter))
+    hidden = torch.randn(len(ids[0]), 1, router.config.hidden_size, requires_grad=True)
+    with mrr.audit(chunks, trace) as findings:
+        if not is_first:
+            with torch.no_grad():
+                chunks[0](tokens, positions, None)
+        alone = checkpoint(router, hidden, use_reentrant=True)[0].sum()
+        loss = chunks[0](tokens, positions, None).float().sum()
+        alone.backward()
+        loss.backward()
+    assert (findings.wrong, findings.not_found) == (0, 1)
+    assert (findings.recomputed, findings.recomputed_wrong) == (3 * (len(ids[0]) - 1), 0)
+
+
 def test_experts_that_drop_tokens_are_compared_as_they_were_chosen(trainer):
     """Above an expert's capacity, tokens leave the map that a router returns, and it chose that expert all the same."""
     from megatron.core.transformer.moe import router as router_module
@@ -211,6 +265,27 @@ def test_an_audit_compares_no_route_in_which_equal_samples_differ(trainer, chunk
     replay.run(schedule, model=chunks)
     (findings,) = replay.findings
     assert (findings.compared, findings.wrong, findings.without_route) == (3 * 6, 0, 3 * 2)
+
+
+def test_rows_of_equal_samples_in_which_routes_or_masks_differ_are_left_out():
+    """Of samples 1 and 3: row 1 has two routes, row 3 has one route of two. Samples 0 and 2 have other tokens."""
+    generator = torch.Generator().manual_seed(0)
+    own = torch.rand(5, 1, 8, generator=generator).argsort(dim=2)[:, :, :1]
+    own[3] = 0  # as a row without a route is stored
+    noisy = own.clone()
+    noisy[1] = (own[1] + 1) % 8
+    noisy[3] = -1
+    tokens, others = torch.arange(1, 7), torch.arange(11, 15)
+    trace = mrr.RoutingTrace.from_samples(
+        [others, tokens, others + 10, tokens], [own[:3], own, own[2:], noisy], num_experts=8, layer_numbers=[1]
+    )
+    left = audit._comparable(trace).replay_mask.split([4, 6, 4, 6])
+    assert [part.tolist() for part in left] == [
+        [True, True, True, False],
+        [True, False, True, False, True, False],
+        [True, True, True, False],
+        [True, False, True, False, True, False],
+    ]
 
 
 def test_an_audit_compares_no_row_whose_route_one_of_equal_samples_lacks(chunks):

@@ -2,6 +2,7 @@
 
 import logging
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -204,6 +205,89 @@ def test_any_route_in_a_dense_layer_raises(expert, trainer, chunks):
     routes[3][2, 0, 1] = expert
     with pytest.raises(LayoutError, match=r"MRR802: sample 3 has routes in layers \[1\], which are dense"):
         replayer.make_trace(chunks, ids, routes, "unrouted")
+
+
+def test_rows_of_the_moe_layers_alone_and_of_more_experts_than_layers_are_taken(trainer, chunks):
+    ids, _ = samples()
+    generator = torch.Generator().manual_seed(0)
+    routes = [torch.rand(len(part) - 1, 4, oracle.EXPERTS, generator=generator).argsort(dim=2) for part in ids]
+    for topk in (oracle.TOPK, 6):
+        rows = [part[:, :, :topk].clone() for part in routes]
+        for part in rows:
+            part[:, 0] = 0  # layer 1 is dense
+        whole = replayer.make_trace(chunks, ids, rows, "unrouted")
+        alone = replayer.make_trace(chunks, ids, [part[:, 1:] for part in rows], "unrouted")
+        assert torch.equal(whole.topk_indices, alone.topk_indices)
+    rows[0][-2, 0, 0] = 1
+    with pytest.raises(LayoutError, match=r"MRR802: sample 0 has routes in layers \[1\], which are dense"):
+        replayer.make_trace(chunks, ids, rows, "unrouted")
+
+
+@pytest.mark.parametrize(("is_initialized", "rank", "logs"), [(True, 0, True), (True, 1, False), (False, None, True)])
+def test_one_rank_logs_a_pass_that_replayed(is_initialized, rank, logs, trainer, chunks, monkeypatch, caplog):
+    """Without a process group there is one rank, and nothing that it could gather."""
+    group = SimpleNamespace(is_initialized=lambda: is_initialized, get_rank=lambda: rank)
+    replay = replayer.install("slime", lambda: True, PADDING)
+    if is_initialized:
+        replay.enter(chunks, samples)
+    monkeypatch.setattr(replayer, "dist", group)
+    if not is_initialized:
+        replay.enter(chunks, samples)
+    with caplog.at_level(logging.INFO), oracle.watched(chunks, {}) as seen:
+        passes(chunks, seen, samples()[0], schedules.get_forward_backward_func(), forward_only=True)
+    assert ("router replay: 46 replayed, 6 live, " in caplog.text) == logs
+
+
+def test_refused_samples_are_not_missed_by_the_next_ones(trainer, chunks):
+    replay = replayer.install("slime", lambda: True, PADDING)
+    ids, routes = samples()
+    with pytest.raises(PayloadError, match="MRR802: samples"):
+        replay.enter(chunks, lambda: (ids, [None, *routes[1:]]))
+    replay.enter(chunks, samples)
+    assert replay.has_samples
+
+
+def test_samples_of_a_trace_are_replayed_by_any_pass(trainer, chunks):
+    replay = replayer.install("slime", lambda: True, PADDING)
+    trace = replayer.make_trace(chunks, *samples(), "unrouted")
+    replay.enter_trace(lambda: trace)
+    with oracle.watched(chunks, {}) as seen:
+        passes(chunks, seen, samples()[0], schedules.get_forward_backward_func(), forward_only=True)
+    replay.enter_trace(lambda: trace)
+
+
+def test_metrics_go_into_the_first_result_of_a_step_that_logs(trainer, chunks, monkeypatch):
+    monkeypatch.setenv("MRR_AUDIT", "1")  # so that a step may run no forward
+    replay = replayer.install("slime", lambda: True, PADDING)
+    replay.enter(chunks, samples)
+
+    def step(*results):
+        replay.run(lambda **_: None, model=chunks)
+        replay.metrics = {"router_replay/agreement": 1.0}
+        return results
+
+    added = {"router_replay/agreement": 1.0}
+    assert replayer.run_training_step(step, {"loss": 2.0}, {}) == ({"loss": 2.0} | added, {})
+    assert replayer.run_training_step(step, {}, {"norm": 1.0}) == ({}, {"norm": 1.0})
+
+
+def test_trainers_without_the_flag_split_zigzag(trainer):
+    flags = [SimpleNamespace(), SimpleNamespace(allgather_cp=False), SimpleNamespace(allgather_cp=True)]
+    options = [replayer.install_by_flags("slime", each, lambda: True, {}).options for each in flags]
+    assert options == [PADDING, PADDING, {**PADDING, "cp_partition_mode": "contiguous"}]
+
+
+@pytest.mark.parametrize("pre_process", [False, True])
+def test_later_stages_get_tokens_in_marked_passes_alone(pre_process, trainer):
+    def given():
+        return replayer.give_every_stage_tokens(lambda ids, pre_process: pre_process, None, pre_process)
+
+    replayer.uninstall()
+    assert given() == pre_process
+    replay = replayer.install("SkyRL", None, {})
+    assert given() == pre_process
+    replay.kind = "replay"
+    assert given()
 
 
 def test_a_pass_that_replays_without_samples_raises(trainer, chunks):

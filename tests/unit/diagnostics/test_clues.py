@@ -125,6 +125,17 @@ def test_a_token_whose_rows_alone_differ_is_named():
     assert "rows with token 7 differ before any layer: its embedding." in diff.conclusion
     # A fourth row of that token agrees: less than nine tenths differ.
     assert texts(diff_of(a, b, token_ids=tokens_of(torch.tensor([13, 77, 150, 200]))), "token") == []
+    # Nine of ten are nine tenths; the token 0 is one too.
+    many = torch.arange(11, ROWS, 40)
+    ids = tokens_of(many)
+    for token in (7, 0):
+        known = torch.where(ids == 7, token, ids)
+        (text,) = texts(diff_of(*changed(many[:9], layer=0), token_ids=known), "token")
+        assert text.startswith(f"9 of the 10 rows with token {token} differ in layer 1")
+    # Two rows with equal routes, such as a prompt's, are one.
+    a, b = changed(rare, layer=0)
+    a[rare], b[rare] = a[13].clone(), b[13].clone()
+    assert texts(diff_of(a, b, token_ids=tokens_of(rare)), "token") == []
     # One row alone may differ by chance.
     assert texts(diff_of(*changed(rare[:1], layer=0), token_ids=tokens_of(rare[:1])), "token") == []
     # In a layer above, the embedding is no cause.
@@ -186,6 +197,30 @@ def test_an_expert_that_rows_used_before_they_differ_is_named():
     b[0, 0, 1] = 5
     assert texts(diff_of(a, b), "earlier_expert") == []
     # Of few rows, nothing is stated.
+    for rows, stated in ((11, False), (12, True)):
+        b = a.clone()
+        b[used[:rows], 1, 1] = torch.where(torch.arange(rows) % 2 == 0, 14, 15)
+        assert bool(texts(diff_of(a, b), "earlier_expert")) is stated
+
+
+@pytest.mark.parametrize(("others", "named"), [(45, True), (48, False)])
+def test_an_earlier_expert_was_used_by_two_fifths_of_the_rows_that_differ(others, named):
+    """31 of 76 rows are more than two fifths, 31 of 79 are fewer."""
+    a = routes_of()
+    used = torch.arange(3, ROWS, 13)
+    a[used, 0, 0] = 4
     b = a.clone()
-    b[used[:11], 1, 1] = torch.where(torch.arange(11) % 2 == 0, 14, 15)
-    assert texts(diff_of(a, b), "earlier_expert") == []
+    unused = torch.tensor(sorted(set(range(ROWS)) - set(used.tolist())))[:others]
+    rows = torch.cat([used, unused])
+    b[rows, 1, 1] = torch.tensor([3, 5, 14, 15]).repeat(20)[: len(rows)]  # no expert was gained by all
+    assert bool(texts(diff_of(a, b), "earlier_expert")) is named
+
+
+@pytest.mark.parametrize(("used", "named"), [(138, True), (139, False)])
+def test_an_earlier_expert_was_used_by_far_more_of_these_rows_than_of_all(used, named):
+    """43 rows that used it differ: of 138 that used it, these are 9.04 standard deviations above the mean; of 139, 8.99."""
+    a = routes_of()
+    a[:used, 0, 0] = 4
+    b = a.clone()
+    b[:43, 1, 1] = torch.tensor([3, 5, 14, 15]).repeat(11)[:43]
+    assert bool(texts(diff_of(a, b), "earlier_expert")) is named

@@ -372,6 +372,22 @@ def test_a_recording_agrees_and_one_of_other_weights_raises_unless_that_was_mean
             session.close()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_recording_agrees_in_a_session_whatever_the_default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        trace = recorded(chunk := Chunk(), 2)
+        with mrr.replay(chunk, trace, ask_every_layer=True) as session:
+            for number in range(2):
+                session.microbatch(torch.arange(48).view(2, 24) + 48 * number)
+                chunk(tokens(2, 24, seed=number), number)
+    finally:
+        torch.set_default_dtype(before)
+    assert chunk.embedding.dtype == dtype
+    assert session.report.agreement.all_layers == pytest.approx(1)
+
+
 def test_routes_that_agree_little_are_warned_of_once(monkeypatch):
     monkeypatch.setattr(checks, "_warned", set())
     right = recorded(Chunk(), 4)
