@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -253,6 +253,32 @@ def error_of(what: str) -> str:
             session.close()
         except mrr.RouterReplayError as error:
             session.close(check=False)
+            return str(error)
+    return ""
+
+
+def error_of_a_stale_capture() -> str:
+    """Return the error of a session on the GPU in which tokens 100 to 166 of sample 1 have one and the same row."""
+    ids = torch.randint(VOCAB, (2, 300), generator=torch.Generator().manual_seed(0))
+    rows = torch.arange(600).view(2, 1, 300)
+    with mrr.record(recorded := Chunk(LAYERS)) as recording:
+        recording.microbatch(rows.view(2, 300))
+        recorded(ids)
+    right = recording.trace()
+    routes = right.topk_indices.clone()
+    routes[400:467] = torch.tensor([6, 7])
+    trace = right._with(topk_indices=routes, token_ids=ids.flatten(), sequence_lengths=(300, 300))
+    with SoftGpu():
+        chunk: Any = to_gpu(Chunk(LAYERS))
+        session = mrr.replay(chunk, trace, ask_every_layer=True)
+        for number in range(2):
+            for chunk.fail_at in (0, None) if number else (None,):  # the second micro-batch fails, and is repeated
+                session.microbatch(rows[number].to("cuda"), chunk)
+                with suppress(ArithmeticError):
+                    chunk(ids[number : number + 1].to("cuda"))
+        try:
+            session.close()
+        except mrr.RouterReplayError as error:
             return str(error)
     return ""
 

@@ -11,7 +11,15 @@ import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.mcore.model.upstream import TOPK_ORDER_FOLLOWS_GRAD
 from tests.support.soft_gpu import SoftGpu
-from tests.unit.mcore.gpu_modes import LAYERS, MODES, NUM, ask, error_of, ran_under_another_stream
+from tests.unit.mcore.gpu_modes import (
+    LAYERS,
+    MODES,
+    NUM,
+    ask,
+    error_of,
+    error_of_a_stale_capture,
+    ran_under_another_stream,
+)
 from tests.unit.mcore.tiny_chunk import ROWS, SCORES, Chunk, random_trace, tokens
 
 OURS = [name for name in MODES if name != "no session" and "Megatron" not in name]
@@ -122,6 +130,11 @@ def test_columns_are_put_in_order_only_where_a_sum_depends_on_it(asked, name, sc
 def test_rows_and_ids_on_a_gpu_are_checked_as_on_the_host(gpu_worker, what, message):
     (said,) = gpu_worker.run(error_of, what)
     assert re.search(message, said)
+
+
+def test_wrong_rows_on_a_gpu_are_named_by_sample_and_token_also_after_a_forward_that_failed(gpu_worker):
+    (said,) = gpu_worker.run(error_of_a_stale_capture)
+    assert re.search(r"sample 1, tokens 10\d to 16\d, .* are one and the same row", said)
 
 
 def test_a_session_waits_at_its_end_for_what_ran_under_another_stream(gpu_worker):

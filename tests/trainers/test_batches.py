@@ -1,0 +1,63 @@
+"""Samples of a trainer's micro-batch: tokens [T] and routes [T - 1, layers, topk], by values."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_router_replay.errors import PayloadError, ReplayStateError
+from megatron_router_replay.trainers import ms_swift, nemo_rl, roll
+
+ROUTES = torch.arange(8).view(1, 8, 1, 1)
+"""The route of each position is its number."""
+
+
+@pytest.mark.parametrize("field", ["text_position_ids", "position_ids"])
+def test_ms_swift_cuts_a_packed_row_where_positions_restart(field):
+    positions = {
+        "position_ids": torch.zeros(3, 1, 8),
+        field: torch.tensor([[0, 1, 2, 0, 1, 0, 0, 0]]),
+    }  # mrope has three
+    ids = torch.tensor([[5, 6, 7, 8, 9, 4, 3, 4]])
+    batch = {"input_ids": ids, "routed_experts": ROUTES, "seq_lens": torch.tensor([3, 2]), **positions}
+    padding = {0}
+    samples = ms_swift._samples(batch, padding)
+    assert [tokens.tolist() for tokens, _ in samples] == [[5, 6, 7], [8, 9]]
+    assert [routes.flatten().tolist() for _, routes in samples] == [[0, 1], [3]]
+    assert padding == {0, 3, 4}
+
+
+def test_ms_swift_refuses_a_batch_without_routes_and_its_own_recording():
+    with pytest.raises(PayloadError, match="MRR802: a micro-batch has no routed_experts"):
+        ms_swift._samples({"input_ids": torch.zeros(1, 8)}, set())
+    record = SimpleNamespace(name="RECORD")
+    with pytest.raises(ReplayStateError, match="MRR806: --router_replay_mode R2"):
+        ms_swift._set_action(lambda router_replay_action: None, record)
+
+
+@pytest.mark.parametrize(("rows", "raises"), [([3, 2], False), ([4, 3], False), ([3, 1], True)])
+def test_roll_refuses_a_generation_with_fewer_rows_than_it_runs_tokens(rows, raises):
+    mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    batch = SimpleNamespace(batch={"attention_mask": mask})
+
+    def collate(routed_experts):
+        return batch
+
+    routes = [torch.zeros(number, 1, 1) for number in rows]
+    if raises:
+        with pytest.raises(
+            PayloadError, match="MRR802: sample 1 has 3 tokens, and 1 rows of routes, with 2 rows at least"
+        ):
+            roll._collate(collate, routes)
+    else:
+        assert roll._collate(collate, routes) is batch
+    assert roll.runtime_env({"env_vars": {}}) == {
+        "env_vars": {},
+        "worker_process_setup_hook": "megatron_router_replay.trainers.roll.install",
+    }
+
+
+def test_nemo_rls_padding_is_past_the_lengths_from_the_first_position_on():
+    ids = torch.tensor([[5, 6, 2, 9], [7, 8, 4, 3]])
+    batch = {"input_ids": ids, "input_lengths": torch.tensor([2, 3])}
+    assert nemo_rl._padding_tokens(batch) == [0, 2, 3, 9]
