@@ -61,3 +61,8 @@ def test_nemo_rls_padding_is_past_the_lengths_from_the_first_position_on():
     ids = torch.tensor([[5, 6, 2, 9], [7, 8, 4, 3]])
     batch = {"input_ids": ids, "input_lengths": torch.tensor([2, 3])}
     assert nemo_rl._padding_tokens(batch) == [0, 2, 3, 9]
+
+
+def test_rolls_padding_is_what_the_mask_hides_and_0():
+    fields = {"input_ids": torch.tensor([[9, 5, 6], [7, 8, 3]]), "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 0]])}
+    assert roll._padding_tokens(fields) == [0, 3, 9]
