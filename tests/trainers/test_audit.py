@@ -30,7 +30,9 @@ def run_passes(chunks, seen, trace):
     with mrr.audit(chunks, trace, padding_token_ids=[0]) as findings:
         for forward_only in (True, False):
             schedule = schedules.get_forward_backward_func()
-            passes(chunks, seen, samples()[0], schedule, forward_only=forward_only)
+            # The two differ in the order of their micro-batches; recomputes are those of the training alone.
+            ids = samples()[0][:: -1 if forward_only else 1]
+            passes(chunks, seen, ids, schedule, forward_only=forward_only)
     return findings
 
 

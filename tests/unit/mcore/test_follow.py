@@ -241,6 +241,19 @@ def test_the_longest_reading_is_counted_as_ambiguous_where_a_shorter_sample_ends
         check(trace_of(LONGER), [[5, 6, 7, 0]], [], **DECLARED)
 
 
+def test_a_shorter_sample_is_another_reading_only_where_equal_tokens_end_the_sequence() -> None:
+    """Only its last token, and equal ones in front of it, may be padding that nobody declared."""
+    for samples, tokens, expected in (
+        ([[5, 6], [5, 6, 7, 8]], [5, 6, 7, 8], 0),
+        ([[5, 6, 7], [5, 6, 7, 8]], [5, 6, 7, 8], 1),
+        ([[5, 6], [5, 6, 8, 8]], [5, 6, 8, 8], 1),
+        ([[5], [5, 6, 8, 8]], [5, 6, 8, 8], 0),
+    ):
+        first = len(samples[0])
+        report = check(alike(samples), [tokens], [list(range(first, first + 4))])
+        assert report.segments_ambiguous == expected, samples
+
+
 MAY_BE_OF_A_SAMPLE = "MRR206: .* may be padding or may belong to another sample"
 RAISES: dict[str, tuple[Tokens, Tokens, dict[str, Any], str]] = {
     # samples, tokens of a forward, other arguments, the error

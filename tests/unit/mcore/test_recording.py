@@ -106,6 +106,14 @@ def test_a_row_that_came_twice_must_have_had_the_same_experts():
         recording.trace()
 
 
+def test_a_row_of_two_tokens_of_one_forward_raises_also_where_they_have_the_same_experts():
+    chunk = Chunk()
+    chunk.embedding.data[:] = chunk.embedding.data[:1]
+    recording = recorded(chunk, torch.tensor([[0, 1, 1, 2]]))
+    with pytest.raises(TraceError, match="row 1 was routed for two different tokens, last in chunk 0"):
+        recording.trace()
+
+
 def test_rows_that_were_not_recorded_are_no_routes_and_the_length_may_be_given():
     chunk = Chunk()
     rows = ROWS.clone()
