@@ -207,6 +207,7 @@ def main() -> int:
     parser.add_argument("--names", action="store_true", help="print each mutant, with the test that noticed it first")
     parser.add_argument("--again", type=Path, help="take only the mutants that survived in this output of a run before")
     options = parser.parse_args()
+    sys.argv[1:] = []  # Megatron-LM's trainer parses them, too
     # A fork ends without cleaning up, and what a test imports (wandb, by way of Megatron-Core) makes folders on import.
     with tempfile.TemporaryDirectory(prefix="mutants_") as folder:
         os.environ["TMPDIR"] = tempfile.tempdir = folder

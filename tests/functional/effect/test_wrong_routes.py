@@ -56,13 +56,13 @@ def test_faults_raise_at_the_doses_of_their_trackers(shape):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "layouts"),
-    [(TOP_1, ["one micro-batch", "CP4"]), (TOP_2, ["8 micro-batches", "TP4 with sequence parallelism"])],
+    [(TOP_1, ["CP4"]), (TOP_2, ["8 micro-batches"])],
     ids=["top-1 of 16", "top-2 of 8"],
 )
 def test_legal_sessions_do_not_stop(shape, layouts):
     network = trained(shape, 0, ALL_STEPS)
     sessions = [each for each in legal_sessions(network, seed=0, layouts=layouts) if each[0] not in BEYOND]
-    assert len(sessions) == 168
+    assert len(sessions) == 84
     assert [each for each in sessions if each[-1].says == "raises"] == []
     assert max(each[-1].evidence for each in sessions) > 5, "else the noise would show nothing"
 
