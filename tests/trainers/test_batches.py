@@ -35,6 +35,27 @@ def test_ms_swift_refuses_a_batch_without_routes_and_its_own_recording():
         ms_swift._set_action(lambda router_replay_action: None, record)
 
 
+def test_an_audit_of_ms_swift_forgets_the_log_probs_of_a_step_that_trained(monkeypatch):
+    """Training is compared with the routes that its log-probs passes got, and these only once."""
+    entered = []
+    monkeypatch.setattr(ms_swift.replayer, "active", lambda: SimpleNamespace(audits=True))
+    monkeypatch.setattr(ms_swift, "_enter", lambda replay, chunks, batches, are_trained: entered.append(batches))
+    me = SimpleNamespace(
+        args=SimpleNamespace(router_replay_mode="R3"),
+        unwrapped_models=[SimpleNamespace(training=True)],
+        wrapped_models=[],
+    )
+
+    def replace(self, data_iterator):
+        return data_iterator
+
+    log_probs, first, second = ({"input_ids": name} for name in ("log-probs", "first", "second"))
+    monkeypatch.setattr(ms_swift, "_audited", [log_probs])
+    for batch in (first, second):
+        assert list(ms_swift._replace_data(replace, me, iter([batch]))) == [batch]
+    assert entered == [[log_probs], [second]]
+
+
 @pytest.mark.parametrize(("rows", "raises"), [([3, 2], False), ([4, 3], False), ([3, 1], True)])
 def test_roll_refuses_a_generation_with_fewer_rows_than_it_runs_tokens(rows, raises):
     mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
