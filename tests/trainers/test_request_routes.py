@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_router_replay.errors import PayloadError
+from megatron_router_replay.errors import PayloadError, RouterReplayError
 from megatron_router_replay.trainers import megatron_rl, request_routes
 from megatron_router_replay.trainers.request_routes import Piece, RequestRoutes, Ticket, _queries
 
@@ -147,7 +147,79 @@ A, B = Ticket(0, 1, 0), Ticket(0, 2, 0)
 def test_a_row_of_several_turns_has_the_routes_of_all_requests_that_kept_theirs(tickets, pieces):
     rollout = SimpleNamespace(trajectory=[[5, 6, 7, 8], [5, 6, 7, 8, 9, 10, 11, 12, 13]], completion_ids=["a", "b"])
     ledger = {name: SimpleNamespace(mrr_ticket=ticket) for name, ticket in zip("ab", tickets)}
-    trainer = SimpleNamespace(get_args=SimpleNamespace)
-    with mock.patch.dict(sys.modules, {megatron_rl.RL: trainer}), mock.patch.object(megatron_rl, "_store", filled(0)):
-        collection = megatron_rl._Collection(None, [[rollout]], ledger, None)
+    collection = collection_of(rollout, ledger, filled(0))
     assert list(collection._pieces(megatron_rl._Row(0, -1))) == pieces
+
+
+def collection_of(rollout, ledger, store):
+    trainer = SimpleNamespace(get_args=SimpleNamespace)
+    with mock.patch.dict(sys.modules, {megatron_rl.RL: trainer}), mock.patch.object(megatron_rl, "_store", store):
+        return megatron_rl._Collection(None, [[rollout]], ledger, None)
+
+
+@pytest.mark.parametrize(
+    ("names", "collection", "row", "text"),
+    [
+        ("xy", 0, None, "MRR802: no request of this rollout has routes"),
+        ("ab", 8, None, None),
+        ("ab", 9, None, "MRR802: no request of this rollout has routes"),  # kept for eight collections
+        ("a", 0, None, "MRR802: rollout 0 has 2 turns and 1 completion ids"),
+        ("ab", 0, SimpleNamespace(), "MRR808: .* gets rows of a SimpleNamespace that is not of this collection"),
+    ],
+)
+def test_a_collection_that_is_not_that_of_its_requests_raises(names, collection, row, text):
+    rollout = SimpleNamespace(trajectory=[range(6), range(12)], completion_ids=list(names))
+    store = filled(0)
+    store.collection = collection
+    of_rollout = collection_of(rollout, {"a": SimpleNamespace(mrr_ticket=A), "b": SimpleNamespace(mrr_ticket=B)}, store)
+    of_rollout.rows = [row, rollout, (rollout, 1)]
+    with mock.patch.object(megatron_rl, "_store", store), mock.patch.object(of_rollout, "_fetch") as fetch:
+        if text is None:
+            of_rollout.trace(None)
+            assert fetch.call_args.args == ([megatron_rl._Row(0, -1), megatron_rl._Row(0, 1)],)
+            assert (store.collection, store.ticket(1)) == (collection + 1, None)
+        else:
+            with pytest.raises(RouterReplayError, match=text):
+                of_rollout.trace(None)
+            assert store.ticket(1) is not None
+
+
+def test_a_turn_of_other_tokens_than_its_request_raises():
+    rollout = SimpleNamespace(trajectory=[range(6), [*range(11), 99]], completion_ids=["a", "b"])
+    ledger = {"a": SimpleNamespace(mrr_ticket=None), "b": SimpleNamespace(mrr_ticket=B)}
+    collection = collection_of(rollout, ledger, filled(0))
+    with mock.patch.object(megatron_rl, "_store", filled(0)), pytest.raises(PayloadError, match="rollout 0, turn 1"):
+        collection.trace(None)
+
+
+def test_a_pipeline_stage_without_routers_keeps_the_tokens_of_a_request():
+    request = SimpleNamespace(request_id=5, prompt_tokens=[1, 2], generated_tokens=[3], routing_indices=None)
+    store = RequestRoutes()
+    store.engine, store.layers = 0, ()
+    config = SimpleNamespace(num_moe_experts=EXPERTS, moe_router_topk=TOPK)
+    with mock.patch.object(megatron_rl, "_store", store):
+        megatron_rl._keep(SimpleNamespace(requests=[request]), config)
+    store.check_tokens(Ticket(0, 5, 0), torch.tensor([1, 2, 3]), "rollout 0")
+    with pytest.raises(PayloadError, match="position 2"):
+        store.check_tokens(Ticket(0, 5, 0), torch.tensor([1, 2, 4]), "rollout 0")
+
+
+@pytest.mark.parametrize("num_requests", [1, 2])
+def test_a_request_that_was_evicted_keeps_no_routes(num_requests):
+    """The engine did not record all of its forwards."""
+    requests = [
+        SimpleNamespace(
+            request_id=5,
+            prompt_tokens=[1, 2],
+            generated_tokens=[3],
+            routing_indices=routes_of(5, 3, (2,)).to(torch.uint8),
+        )
+        for _ in range(num_requests)
+    ]
+    store = RequestRoutes()
+    store.engine, store.layers = ENGINES[0]
+    config = SimpleNamespace(num_moe_experts=EXPERTS, moe_router_topk=TOPK)
+    with mock.patch.object(megatron_rl, "_store", store):
+        megatron_rl._keep(SimpleNamespace(requests=requests), config)
+    assert (store.ticket(5) is not None) == (num_requests == 1)
+    assert [each.routing_indices for each in requests] == [None] * num_requests
