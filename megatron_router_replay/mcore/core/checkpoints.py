@@ -53,13 +53,16 @@ def is_installed() -> bool:
         and hasattr(torch_checkpoints._recomputation_hook, _TAPE)
         and hasattr(torch_checkpoints.CheckpointFunction.forward, _TAPE)
         and hasattr(megatron_checkpoints.CheckpointFunction.forward, _TAPE)
-        and (_TRANSFORMER_ENGINE not in sys.modules or _wraps_transformer_engine())
     )
 
 
-def _wraps_transformer_engine() -> bool:
-    module = sys.modules[_TRANSFORMER_ENGINE]
-    return hasattr(module._checkpoint_hook, _TAPE) and hasattr(module._CheckpointFunction.forward, _TAPE)
+def misses_transformer_engine() -> bool:
+    """Return whether Transformer Engine was loaded since the last `install`."""
+    module = sys.modules.get(_TRANSFORMER_ENGINE)
+    return module is not None and not (
+        hasattr(getattr(module, "_checkpoint_hook", None), _TAPE)
+        and hasattr(getattr(getattr(module, "_CheckpointFunction", None), "forward", None), _TAPE)
+    )
 
 
 def _wrap_reentrant(module: Any, name: str) -> None:

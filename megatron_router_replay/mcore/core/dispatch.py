@@ -95,7 +95,7 @@ class Left(NamedTuple):
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.left: dict[int, Left] = {}
-        """By the router's id. One that was freed leaves identities of tensors that are freed, too."""
+        """By the router's id. The next call with this id, or the end of the session, removes what no dispatcher took."""
 
 
 thread = _Thread()

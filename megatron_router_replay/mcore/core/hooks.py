@@ -241,8 +241,8 @@ def _check_routing() -> None:
 
 
 def is_installed() -> bool:
-    """Return whether the hooks are in place."""
-    return _wraps_routing() and checkpoints.is_installed()
+    """Return whether `install` would change nothing."""
+    return _wraps_routing() and checkpoints.is_installed() and not checkpoints.misses_transformer_engine()
 
 
 def check_installed() -> None:

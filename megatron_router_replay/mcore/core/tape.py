@@ -163,6 +163,7 @@ class CheckpointState(NamedTuple):
     is_written: bool
 
 
+# Made once, because every call of a router asks.
 _NO_RECOMPUTE = {
     (repeats, is_written): CheckpointState(None, repeats, is_written)
     for repeats in (False, True)

@@ -1,5 +1,7 @@
 """RouterReplay: Megatron-Core's interface, without what goes wrong in silence; scores by hand, and no model."""
 
+import sys
+
 import pytest
 import torch
 from megatron.core.transformer.moe import router_replay as upstream
@@ -118,6 +120,19 @@ def test_an_action_wraps_what_was_loaded_since_the_one_before(monkeypatch, owner
     monkeypatch.setattr(owner, name, plain)
     replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
     assert getattr(owner, name) is not plain
+
+
+def test_a_package_that_is_not_loaded_is_not_missed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.distributed", None)
+    assert route(replaying(TARGET))[1].tolist() == TARGET.tolist()
+
+
+def test_a_transformer_engine_without_its_names_is_refused(monkeypatch):
+    monkeypatch.delattr(transformer_engine, "_CheckpointFunction")
+    with pytest.raises(
+        ReplayStateError, match=r"MRR402: transformer_engine\.pytorch\.distributed has no _CheckpointFunc"
+    ):
+        replaying(TARGET)
 
 
 def test_a_target_that_went_past_the_method_is_checked_where_it_is_used():

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+import sys
 import types
 from pathlib import Path
 
@@ -94,6 +95,16 @@ def test_somebody_who_replaces_one_kind_of_checkpoint_is_noticed(monkeypatch, ow
         mrr.freeze_recompute(Chunk()),
     ):
         monkeypatch.setattr(owner, name, staticmethod(lambda *args, **kwargs: None))
+
+
+def test_a_package_whose_checkpoints_come_inside_a_session_replaces_none(monkeypatch):
+    """Its recomputes raise, if it has any, as those of an unknown checkpoint."""
+    loaded = types.ModuleType("transformer_engine.pytorch.distributed")
+    chunk = Chunk()
+    with mrr.replay(chunk, random_trace()) as session:
+        monkeypatch.setitem(sys.modules, loaded.__name__, loaded)
+        forward(chunk, session)
+    assert session.report.replayed_share == 1
 
 
 class PassesOn(TopKRouter):
