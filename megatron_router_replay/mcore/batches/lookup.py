@@ -257,7 +257,8 @@ class RowLookup:
                     f"which a forward got, and {why}. The tokens do not show which sample it is. Replay the two in "
                     "different sessions, or give rows by session.microbatch(rows, model).",
                 )
-        self._compared.add(compared)  # only what agreed, so that a forward that is repeated after the error raises again
+        # Not before, because a forward that is repeated after the error must raise again.
+        self._compared.add(compared)
         return None
 
     def _warn_of_bos(self, segments: Segments, tokens: Any, readings: list[Reading], where: str) -> None:
