@@ -50,9 +50,9 @@ class Findings:
 
     Args:
         compared, wrong: decisions of forwards whose token has a route, and the wrong ones among them.
-        recomputed, recomputed_wrong: the same of recomputes in which the router returned. If a non-reentrant checkpoint of torch
-            holds a router alone, its recompute ends inside of the router and is not compared, unless the forward ran under
-            `torch.utils.checkpoint.set_checkpoint_early_stop(False)`.
+        recomputed, recomputed_wrong: the same of recomputes in which the router returned. The recompute of one of torch's
+            non-reentrant checkpoints that holds a router alone ends inside of the router, and is not compared, unless its
+            forward ran under `torch.utils.checkpoint.set_checkpoint_early_stop(False)`.
         without_route: decisions of forwards whose token has no route, or has several in samples with equal tokens, and of
             padding.
         not_found: forwards with tokens of no sample, or with more or fewer rows in a router, and routers that ran outside of
