@@ -1,11 +1,16 @@
 """Forget what one case leaves behind in Megatron-Core's module globals, so that the next starts as in a new process."""
 
+import functools
 import gc
 import inspect
 import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
+from unittest import mock
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -16,6 +21,47 @@ def seed_everything() -> None:
     """Let every case draw the same random numbers."""
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(1234)
+
+
+@contextmanager
+def new_case() -> Iterator[None]:
+    """Run the block as in a new process; its models are empty afterwards."""
+    reset_megatron_state()
+    seed_everything()
+    with _emptied_at_the_end():
+        yield
+    reset_megatron_state()
+
+
+@contextmanager
+def _emptied_at_the_end() -> Iterator[None]:
+    """Empty the block's models, so that they and their process groups are freed.
+
+    A MoE layer's dispatcher keeps probabilities, and with them their graph, whose checkpoints and DistributedDataParallel's
+    hooks keep the layer: a cycle through C++, which garbage collection does not see. Each process group that stays alive has
+    three threads, and one of them polls a hundred times a second.
+    """
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    made: WeakSet[Any] = WeakSet()
+
+    def noting(build: Any) -> Any:
+        @functools.wraps(build)
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            made.add(self)
+            build(self, *args, **kwargs)
+
+        return init
+
+    with ExitStack() as stack:
+        for kind in (DistributedDataParallel, MoELayer):
+            stack.enter_context(mock.patch.object(kind, "__init__", noting(kind.__init__)))
+        try:
+            yield
+        finally:
+            for each in made:
+                vars(each).clear()
 
 
 def reset_megatron_state() -> None:

@@ -10,7 +10,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from megatron_router_replay.testing import megatron_on_cpu
-from tests.support.megatron_state import reset_megatron_state, seed_everything
+from tests.support.megatron_state import new_case, reset_megatron_state
 from tests.support.workers import WorkersError
 
 
@@ -19,9 +19,7 @@ def only_rank() -> Iterator[None]:
     """Be the only rank of a gloo group, with Megatron-Core on a CPU and as in a new process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with mock.patch.dict("os.environ", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1"), megatron_on_cpu():
-            reset_megatron_state()
-            seed_everything()
+        with mock.patch.dict("os.environ", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1"), megatron_on_cpu(), new_case():
             yield
     finally:
         reset_megatron_state()

@@ -61,7 +61,7 @@ def _run_case(job: bytes, store_file: Path, rank: int, world_size: int) -> bytes
     import torch.distributed as dist
 
     from megatron_router_replay.testing.cpu import megatron_on_cpu
-    from tests.support.megatron_state import reset_megatron_state, seed_everything
+    from tests.support.megatron_state import new_case
 
     try:
         search_path, module_name, call = pickle.loads(job)
@@ -69,12 +69,9 @@ def _run_case(job: bytes, store_file: Path, rank: int, world_size: int) -> bytes
         importlib.import_module(module_name)  # outside of the CPU patches
         store = dist.FileStore(str(store_file), world_size)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=10))
-        with megatron_on_cpu():
-            reset_megatron_state()
-            seed_everything()
+        with megatron_on_cpu(), new_case():
             fn, args = pickle.loads(call)
             result = fn(*args)
-            reset_megatron_state()
         # Pickled here, by value: multiprocessing would move tensors to shared memory.
         reply = pickle.dumps((True, result))
         # Models that the case left in reference cycles hold process groups; they must go before their groups do.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_router_replay.errors import PayloadError, ReplayStateError
-from megatron_router_replay.trainers import ms_swift, nemo_rl, roll
+from megatron_router_replay.trainers import ms_swift, nemo_rl, roll, token_layers
 
 ROUTES = torch.arange(8).view(1, 8, 1, 1)
 """The route of each position is its number."""
@@ -82,6 +82,16 @@ def test_nemo_rls_padding_is_past_the_lengths_from_the_first_position_on():
     ids = torch.tensor([[5, 6, 2, 9], [7, 8, 4, 3]])
     batch = {"input_ids": ids, "input_lengths": torch.tensor([2, 3])}
     assert nemo_rl._padding_tokens(batch) == [0, 2, 3, 9]
+
+
+def test_a_row_is_nemo_rls_filler_only_where_every_layer_has_the_first_experts():
+    ids = torch.tensor([7, 8, 9])
+    routes = torch.tensor([[[0, 1], [3, 2]], [[4, 5], [0, 1]], [[0, 1], [0, 1]]])
+    values = token_layers.add(routes.to(torch.int16), ids, sample=0)
+    batch = {"input_ids": ids[None], "routed_experts": values[None], "input_lengths": torch.tensor([3])}
+    (tokens,), (rows,) = nemo_rl._samples(batch)
+    assert tokens.tolist() == [7, 8, 9]
+    assert rows.tolist() == [[[0, 1], [3, 2]], [[4, 5], [0, 1]], [[-1, -1], [-1, -1]]]
 
 
 def test_rolls_padding_is_what_the_mask_hides_and_0():

@@ -249,7 +249,6 @@ class RowLookup:
         compared = (reading.row, reading.known, reading.is_whole, reading.ended)
         if compared in self._compared:
             return None
-        self._compared.add(compared)
         for other, count in names.samples.rivals(reading, key):
             if why := unlike(self._trace, reading.row, other, count):
                 return Misfit(
@@ -258,6 +257,8 @@ class RowLookup:
                     f"which a forward got, and {why}. The tokens do not show which sample it is. Replay the two in "
                     "different sessions, or give rows by session.microbatch(rows, model).",
                 )
+        # Not before, because a forward that is repeated after the error must raise again.
+        self._compared.add(compared)
         return None
 
     def _warn_of_bos(self, segments: Segments, tokens: Any, readings: list[Reading], where: str) -> None:

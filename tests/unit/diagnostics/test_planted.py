@@ -199,6 +199,19 @@ def test_of_a_long_trace_the_rows_that_differ_most_are_searched(monkeypatch):
     assert fact.text.endswith(" decisions that were read.")
 
 
+def test_of_a_trace_that_is_read_in_blocks_the_rows_that_differ_most_are_searched(monkeypatch):
+    monkeypatch.setattr("megatron_router_replay.diagnostics.facts.MAX_ROWS", 400)
+    monkeypatch.setattr("megatron_router_replay.diagnostics.counting._BLOCK_ROWS", 100)
+    monkeypatch.setattr("megatron_router_replay.diagnostics.source.BLOCK_BYTES", 1)
+    monkeypatch.setattr("megatron_router_replay.diagnostics.source._BLOCK_ROWS", 200)
+    pair = noisy_pair(0.02, 4, 32)
+    pair.b[817:912] = pair.b[816:911].clone()  # sample 8, in the fifth block that is read
+    (fact,) = pair.diff().facts
+    assert fact.text.startswith(
+        "rows 817..911 (sample 8, from position 1) of b match a's rows 816..910 (1 row earlier)"
+    )
+
+
 @pytest.mark.parametrize(("rows", "stated"), [(8, []), (48, [(100, 147)])])
 def test_a_few_rows_are_no_fact(rows, stated):
     pair = noisy_pair(0.0, 4, 32)

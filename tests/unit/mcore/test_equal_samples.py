@@ -69,6 +69,14 @@ def test_equal_samples_are_compared_again_where_a_forward_has_more_of_their_toke
         chunk(ids(tokens[:149]), 1)  # neither is a whole sample
 
 
+def test_equal_samples_with_other_routes_raise_again_where_a_forward_is_repeated() -> None:
+    chunk, trace = Chunk(), trace_of([A, A])
+    with pytest.raises(LayoutError, match="MRR208"), mrr.replay(chunk, trace, **DRAWN):
+        with pytest.raises(LayoutError, match="MRR208"):
+            chunk(ids(A), 0)
+        chunk(ids(A), 0)
+
+
 @pytest.mark.parametrize(("num_different", "text"), [(4, ""), (5, "different routes (5 of 6 decisions")])
 def test_a_few_decisions_that_differ_may_be_noise(num_different: int, text: str) -> None:
     one = random_routes(3, len(LAYERS), 3)

@@ -122,6 +122,16 @@ def test_a_token_appended_to_a_sample_is_routed_live_on_a_later_stage_too() -> N
     )
 
 
+def test_rows_of_a_batch_whose_padding_on_the_left_was_removed_begin_at_their_first_position() -> None:
+    """As SkyRL's `remove_left_padding` lays them out, where a later stage gets the ids as they were before."""
+    lookup = RowLookup(trace_of([[5, 6, 7], [5, 8]]), padding_token_ids=[0], cp_partition_mode=None)
+    ids = torch.tensor([[0, 0, 5, 6, 7], [0, 0, 0, 5, 8]])
+    found = lookup.find(later_stage((4, 2)), ForwardInputs(input_ids=ids), "here")
+    assert found.rows.tolist() == [[0, 1, 2, -1], [3, 4, -1, -1]]
+    assert found.padding is not None
+    assert found.padding.int().tolist() == [[0, 0, 0, 1], [0, 0, 1, 1]]
+
+
 def test_rows_that_context_parallelism_has_split_are_where_they_were_in_the_raw_ids() -> None:
     """A later stage gets whole rows, padded on the left, and computes its part of each."""
     trace: Any = trace_of([[5, 6, 7], [5, 8]])
