@@ -5,7 +5,8 @@ tests in a forked process with a limit of processor time (an endless loop counts
 place of the file: no file is ever changed, and what every test imports (torch, pytest, hypothesis) was imported once, before.
 What survives is printed: a hole in the tests, or a change that makes no difference, for a person to tell. With --names what
 is noticed is printed too, with the test that noticed it first. `--again OUTPUT` gives what survived there to slower tests.
-Processes that a test starts by itself see the file as it is.
+The ranks of `on_ranks` are forks of that fork, so they run the mutant too; other processes that a test starts see the file
+as it is.
 
     make mutate FILES="megatron_router_replay/layout/rows.py" KILLERS="tests/unit/layout"
     make mutants                            # a sample from every room, each against the room's own quick tests
@@ -21,9 +22,11 @@ import importlib
 import multiprocessing
 import os
 import resource
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -173,6 +176,7 @@ class FirstFailure:
 
 def run_mutant(tests: list[str], path: Path, source: str | None, cpu_seconds: int) -> None:
     """In a fork: run the tests with `source` in place of the file (None: as it is), and exit with 0 if they pass."""
+    os.setpgid(0, 0)  # with its ranks, which end with it
     # Processor time, not the clock's: on a busy machine a limit of the clock would kill mutants that no test notices.
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
     null = os.open(os.devnull, os.O_WRONLY)
@@ -188,6 +192,9 @@ def run_mutant(tests: list[str], path: Path, source: str | None, cpu_seconds: in
             return code if Path(loader.path).resolve() == path.resolve() else get_code(loader, name)
 
         SourceFileLoader.get_code = mutated  # type: ignore[method-assign]
+    from tests.support import workers  # not above: it imports the package
+
+    workers.start_method, workers.longest_s = "fork", 60.0
     # The last one collects garbage five times at the end.
     options = ["-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-p", "no:unraisableexception"]
     os._exit(int(pytest.main([*options, *tests], plugins=[SameExamples(), FirstFailure(noticed_by(os.getpid()))])))
@@ -249,7 +256,11 @@ def run_mutants(options: argparse.Namespace, files: list[Path], tests: list[str]
     def run(path: Path, source: str | None, cpu_seconds: int) -> BaseProcess:
         fork = multiprocessing.get_context("fork").Process(target=run_mutant, args=(tests, path, source, cpu_seconds))
         fork.start()
-        fork.join()
+        try:
+            fork.join()
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(fork.pid or 0, signal.SIGKILL)
         return fork
 
     key = tuple(tests)

@@ -5,6 +5,7 @@ distributed test ends here as a `WorkersError`: a rank that raises, dies or wait
 killed, and the next run starts another.
 """
 
+import math
 import os
 import pickle
 import shutil
@@ -27,6 +28,12 @@ _MAX_THREADS = 64
 """Of an idle worker. Megatron's DDP keeps itself alive, and with it its process groups, whose threads poll for ever."""
 
 _PRELOAD = "megatron_router_replay.testing.preload"
+
+start_method = "forkserver"
+"""Of workers. `tests.mutate` sets it to "fork", because only forks of its own process have its mutant."""
+
+longest_s = math.inf
+"""The most seconds of a run. `tests.mutate` lowers it, for ranks that wait for each other use no processor time."""
 
 
 class WorkersError(RouterReplayError):
@@ -73,7 +80,7 @@ class GlooWorkers:
                 self._start()
             for pipe in self._pipes:
                 pipe.send_bytes(job)
-            replies = self._collect(timeout_s)
+            replies = self._collect(min(timeout_s, longest_s))
             if len(replies) < self.world_size or not all(ok for ok, _ in replies.values()):
                 raise WorkersError(self._describe_failure(fn, replies, timeout_s))
         except BaseException:
@@ -110,7 +117,7 @@ class GlooWorkers:
     def _start(self) -> None:
         self.close()
         self._folder = Path(tempfile.mkdtemp(prefix="gloo_workers_"))
-        context = get_context("forkserver")
+        context: Any = get_context(start_method)
         # No effect if this process has a fork server already; starting is slower then.
         context.set_forkserver_preload(self._preload)
         for rank in range(self.world_size):

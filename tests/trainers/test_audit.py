@@ -208,6 +208,33 @@ def test_a_recompute_outside_of_a_forward_takes_no_rows_of_one(is_first, trainer
     assert (findings.recomputed, findings.recomputed_wrong) == (3 * (len(ids[0]) - 1), 0)
 
 
+def test_a_recompute_that_torch_ends_inside_of_its_router_is_not_counted(trainer):
+    """Routers alone in non-reentrant checkpoints, which have every saved tensor before a router returns."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+    def alone(router):
+        return lambda *args, **kwargs: checkpoint(router, *args, use_reentrant=False, **kwargs)
+
+    chunks = small_model.build(ParallelSizes())
+    ids = samples()[0][:2]
+    routes = [oracle.own_routes(chunks, tokens)[:-1] for tokens in ids]
+    trace = replayer.make_trace(chunks, ids, routes, "unrouted")
+    for layer in [module for module in chunks[0].modules() if isinstance(module, MoELayer)]:
+        layer.route = alone(layer.router)
+    losses = []
+    with mrr.audit(chunks, trace) as findings:
+        for tokens, stops_early in zip(ids, (True, False)):
+            with set_checkpoint_early_stop(stops_early):
+                losses.append(chunks[0](tokens[None], torch.arange(len(tokens))[None], None).float().sum())
+        for loss in losses:
+            loss.backward()
+    first, second = (3 * (len(tokens) - 1) for tokens in ids)
+    assert first != second
+    assert (findings.compared, findings.wrong, findings.not_found) == (first + second, 0, 0)
+    assert (findings.recomputed, findings.recomputed_wrong) == (second, 0)
+
+
 def test_experts_that_drop_tokens_are_compared_as_they_were_chosen(trainer):
     """Above an expert's capacity, tokens leave the map that a router returns, and it chose that expert all the same."""
     from megatron.core.transformer.moe import router as router_module

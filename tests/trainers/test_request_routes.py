@@ -16,48 +16,49 @@ ENGINES = ((0, (2,)), (0, (3, 4)), (2, (2,)), (2, (3, 4)))
 """Of each of four ranks: two engines of two pipeline stages."""
 
 
-def routes_of(request_id: int, length: int, layers: tuple[int, ...]) -> torch.Tensor:
-    """Return [length - 1, layers, TOPK]: each value tells its request, row, layer and place, modulo EXPERTS."""
+def routes_of(request_id: int, length: int, layers: tuple[int, ...], experts: int = EXPERTS) -> torch.Tensor:
+    """Return [length - 1, layers, TOPK]: each value tells its request, row, layer and place, modulo `experts`."""
     rows, numbers, places = torch.arange(length - 1), torch.tensor(layers), torch.arange(TOPK)
-    return (7 * request_id + 5 * rows[:, None, None] + 3 * numbers[:, None] + places) % EXPERTS
+    return (7 * request_id + 5 * rows[:, None, None] + 3 * numbers[:, None] + places) % experts
 
 
-def filled(rank: int, skip: int = -1) -> RequestRoutes:
+def filled(rank: int, skip: int = -1, experts: int = EXPERTS) -> RequestRoutes:
     """Return a rank's store: engine 0 finished requests 1 and 2, engine 2 others of these numbers, twice as long."""
     store = RequestRoutes()
     store.engine, store.layers = ENGINES[rank]
     for number in (1, 2):
         length = 6 * number + store.engine
         if number != skip:
-            rows = routes_of(10 * store.engine + number, length, store.layers)
-            store.keep(number, torch.arange(length), rows, num_experts=EXPERTS)
+            rows = routes_of(10 * store.engine + number, length, store.layers, experts)
+            store.keep(number, torch.arange(length), rows, num_experts=experts)
     return store
 
 
-def exchanged(small: bool) -> tuple[bool, int]:
+def exchanged(small: bool, experts: int, dtype: torch.dtype) -> tuple[bool, int]:
     rank = torch.distributed.get_rank()
-    store, layers = filled(rank), (2,) if rank < 2 else (3, 4)
+    store, layers = filled(rank, experts=experts), (2,) if rank < 2 else (3, 4)
     wanted = {
-        0: [(0, 1, 0, 5), (2, 2, 3, 9)],
+        0: [(0, 1, 0, 5), (2, 1, 3, 7), (2, 2, 0, 13)],  # two requests of one rank, more than any rank has itself
         1: [],
         2: [(0, 2, 1, 4)],
         3: [(2, 1, 0, 7), (0, 1, 2, 2), (0, 2, 4, 11)],
     }[rank]
     pieces = [Piece(Ticket(engine, number, 0), begin, end) for engine, number, begin, end in wanted]
     with mock.patch.object(request_routes, "_MESSAGE_BYTES", 20 if small else 1 << 20):
-        parts = store.fetch(pieces, layers, topk=TOPK, num_experts=EXPERTS)
+        parts = store.fetch(pieces, layers, topk=TOPK, num_experts=experts)
     same = [
-        torch.equal(part, routes_of(10 * engine + number, 6 * number + engine, layers)[begin:end].to(torch.uint8))
+        torch.equal(part, routes_of(10 * engine + number, 6 * number + engine, layers, experts)[begin:end].to(dtype))
         for part, (engine, number, begin, end) in zip(parts, wanted, strict=True)
     ]
     return all(same), store.bytes_received
 
 
 @pytest.mark.parametrize("small", [False, True])
-def test_each_rank_gets_its_rows_and_layers_and_no_other_byte(small, on_ranks):
-    # Rows x layers x TOPK from other ranks, a byte an expert; what a rank has itself is not sent.
-    expected = [(True, 6 * 1 * TOPK), (True, 0), (True, 3 * 2 * TOPK), (True, 7 * 2 * TOPK)]
-    assert on_ranks(4, exchanged, small) == expected
+@pytest.mark.parametrize(("experts", "dtype"), [(EXPERTS, torch.uint8), (300, torch.int16)])
+def test_each_rank_gets_its_rows_and_layers_and_no_other_byte(small, experts, dtype, on_ranks):
+    # Rows x layers x TOPK from other ranks, a byte or two an expert; what a rank has itself is not sent.
+    expected = [(13 + 4) * 1 * TOPK, 0, 3 * 2 * TOPK, 7 * 2 * TOPK]
+    assert on_ranks(4, exchanged, small, experts, dtype) == [(True, size * dtype.itemsize) for size in expected]
 
 
 def refused(layers: tuple[int, ...], skip: int) -> str:

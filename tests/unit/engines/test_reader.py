@@ -236,6 +236,10 @@ def test_the_parts_of_a_stream_agree_about_prompt_routes_and_counts():
     check(engines.vllm.decode([*vllm_chunks(), end], model=MODEL, prompt_token_ids=PROMPT))
     end["usage"] = usage(P, G - 1)
     refused("usage", engines.vllm.decode, [*vllm_chunks(), end], prompt_token_ids=PROMPT)
+    chunks = vllm_chunks()
+    for number, chunk in enumerate(chunks, 1):  # continuous_usage_stats: each counts the tokens so far
+        chunk["usage"] = usage(P, number)
+    check(engines.vllm.decode(chunks, model=MODEL, prompt_token_ids=PROMPT))
     chunks = sglang_chunks()
     chunks[-1]["meta_info"] |= {"completion_tokens": None, "finish_reason": {"type": "stop"}}
     refused("A chunk is lost or came twice", engines.sglang.decode, chunks, prompt_token_ids=PROMPT)

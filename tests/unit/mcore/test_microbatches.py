@@ -217,6 +217,17 @@ def test_flat_input_ids_are_compared_position_by_position():
         replayed(Flat(), trace, rows, ids[:7])
 
 
+def test_a_router_that_gets_tokens_of_several_sequences_in_one_row_raises():
+    """Whether they lie sequence by sequence or position by position is not to be seen; Megatron-Core routes both."""
+    chunk, trace = Chunk(), random_trace(8)
+    chunk.around = lambda layer, hidden: (layer.router(hidden.transpose(0, 1).flatten(0, 1)), hidden)[1]
+    session = mrr.replay(chunk, trace)
+    session.microbatch(ROWS)
+    with pytest.raises(ReplayStateError, match=r"MRR201: .*routes tokens of \[s, b\] = \[8\] .* are for \[4, 2\]"):
+        chunk(IDS)
+    mrr.close_sessions(chunk)
+
+
 class OfHiddenStates(Chunk):
     """A later pipeline stage: its forward gets what is no tokens, or tokens as they were before packing."""
 

@@ -121,6 +121,12 @@ def test_ranks_of_context_parallelism_hold_what_the_split_gives_them(
     assert torch.equal(segments.of_rank(joined, cp_size - 1), parts[-1])
 
 
+def test_the_rest_of_a_packed_row_may_have_an_odd_number_of_positions_on_each_rank() -> None:
+    segments = Segments.of((1, 7), torch.tensor([0, 8]), cp_size=2)
+    # In halves, as zigzag cuts a sequence, these three positions would overlap.
+    assert segments.flat.tolist() == [[0, 1, 6, 7, 8, 9, 10], [2, 3, 4, 5, 11, 12, 13]]
+
+
 @pytest.mark.parametrize(("bad", "cp_size"), [([0, 4, 40], 1), ([1, 4], 1), ([0, 6, 4], 1), ([0, 6, 8], 2)])
 def test_cu_seqlens_that_do_not_fit_raise(bad: list[int], cp_size: int) -> None:
     with pytest.raises(LayoutError, match="MRR204"):

@@ -1,0 +1,243 @@
+"""Facts about what two traces cover, and those of a few rows, in the words of a diff."""
+
+import pytest
+import torch
+
+import megatron_router_replay as mrr
+from tests.unit.store.store_traces import make_trace
+
+
+def texts(a, b, kind):
+    return [fact.text for fact in mrr.diff_traces(a, b).facts if fact.kind == kind]
+
+
+@pytest.mark.parametrize(
+    ("lengths_a", "lengths_b", "text"),
+    [
+        ((20, 20), (20, 20), None),
+        ((10, 30), (30, 10), "the samples of b have the lengths of those of a in a different order."),
+        (
+            (20, 20),
+            (40,),
+            "the samples have different lengths: a has 2 samples of 40 rows and b has 1 samples of 40 rows.",
+        ),
+        (
+            (6, 6, 6, 6, 6, 10),
+            (7, 6, 7, 7, 7, 6),
+            "sample 0 has 6 rows in a and 7 in b; sample 2 has 6 rows in a and 7 in b; sample 3 has 6 rows in a and 7 in b; "
+            "sample 4 has 6 rows in a and 7 in b; 1 more samples have different lengths. Samples are matched by their "
+            "numbers, and rows of b are numbered as in a.",
+        ),
+        (
+            (6, 6, 6, 6, 16),
+            (7, 6, 7, 7, 13),
+            "sample 0 has 6 rows in a and 7 in b; sample 2 has 6 rows in a and 7 in b; sample 3 has 6 rows in a and 7 in b; "
+            "sample 4 has 16 rows in a and 13 in b. Samples are matched by their numbers, and rows of b are numbered as in "
+            "a.",
+        ),
+    ],
+)
+def test_samples_of_different_lengths(lengths_a, lengths_b, text):
+    trace = make_trace(40)
+    facts = mrr.diff_traces(trace.with_samples(lengths_a), trace.with_samples(lengths_b)).facts
+    assert [fact.text for fact in facts if fact.kind == "samples" and "none in" not in fact.text] == [text] * bool(text)
+
+
+def test_a_sample_that_lacks_one_row_is_no_fact():
+    """An engine never runs the last token of a sample."""
+    trace, mask = make_trace(30).with_samples((10, 10, 10)), torch.ones(30, dtype=torch.bool)
+    mask[[9, 18, 19]] = False
+    assert texts(trace, trace._with(replay_mask=mask), "samples") == [
+        "2 rows of sample 1 have a route in a and none in b."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("agree", "reordered", "text"),
+    [
+        (20, 18, "18 of 20 decisions that agree list their experts in a different order, in layer 3."),
+        (20, 17, None),
+        (11, 11, "11 of 11 decisions that agree list their experts in a different order, in layer 3."),
+        (10, 10, None),
+    ],
+)
+def test_experts_are_sorted_where_nine_tenths_of_most_decisions_are_reordered(agree, reordered, text):
+    a = make_trace(20, num_experts=16)
+    routes = a.topk_indices.clone()
+    routes[:reordered, 1] = routes[:reordered, 1].flip(1)
+    routes[agree:, 1] = (routes[agree:, 1].sum(1, keepdim=True) + torch.tensor([1, 9])) % 16
+    different = (routes[:, 1].sort(1).values != a.topk_indices[:, 1].sort(1).values).any(1)
+    assert int(different.sum()) == 20 - agree
+    assert texts(a, a._with(topk_indices=routes), "expert_order") == [text] * bool(text)
+
+
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [
+        ([25], "1 of 40 rows hold a different token, first row 25."),
+        ([5, 25], "2 of 40 rows hold a different token, first row 5; samples 0..1 differ from position 5 on."),
+        ([5, 9, 28], "3 of 40 rows hold a different token, first row 5; samples 0..1 differ from position 5 to 8 on."),
+    ],
+)
+def test_different_tokens_begin_at_a_position_of_each_sample(rows, text):
+    a = make_trace(40, token_ids=torch.arange(40), sequence_lengths=(20, 20))
+    tokens = a.token_ids.clone()
+    tokens[rows] = 99
+    assert texts(a, a._with(token_ids=tokens), "tokens") == [text]
+
+
+def routes_of(num_rows, seed=0, layers=3, experts=16):
+    """Routes of two experts, [num_rows, layers, 2], that repeat nothing."""
+    layer_numbers = range(1, layers + 1)
+    return make_trace(num_rows, layer_numbers=layer_numbers, num_experts=experts, seed=seed).topk_indices.clone()
+
+
+def unrelated(num_rows, seed=0):
+    """Routes that share no expert with `routes_of`."""
+    return routes_of(num_rows, seed) + 16
+
+
+def diff_of(a, b, **values):
+    one, other = (
+        mrr.RoutingTrace(
+            topk_indices=routes, layer_numbers=range(2, 2 + routes.shape[1]), num_experts=32, **values | more
+        )
+        for routes, more in (part if isinstance(part, tuple) else (part, {}) for part in (a, b))
+    )
+    return mrr.diff_traces(one, other)
+
+
+def facts_of(a, b, **values):
+    return [(fact.kind, fact.text) for fact in diff_of(a, b, **values).facts]
+
+
+@pytest.mark.parametrize(("length", "stated"), [(5, False), (6, True)])
+def test_a_match_of_six_rows_is_stated(length, stated):
+    a = routes_of(40 * length)
+    b = a.clone()
+    b[3 * length : 4 * length] = a[3 * length + 1 : 4 * length + 1]
+    facts = [
+        ("row", "rows 18..23 (sample 3) of b match a's rows 19..24 (1 row later), in all layers: 18 of 18 decisions.")
+    ]
+    assert facts_of(a, b, sequence_lengths=(length,) * 40) == facts * stated
+
+
+@pytest.mark.parametrize(("length", "stated"), [(7, False), (8, True)])
+def test_24_unrelated_decisions_are_stated(length, stated):
+    a = routes_of(40 * length)
+    b = a.clone()
+    b[3 * length : 4 * length] = unrelated(length, seed=9)
+    text = "rows 24..31 (sample 3) of b are as unlike a's as unrelated rows, in all layers: 24 of 24 decisions."
+    assert facts_of(a, b, sequence_lengths=(length,) * 40) == [("nothing", text)] * stated
+
+
+def test_the_fact_of_most_decisions_comes_first():
+    a = routes_of(500)
+    b = a.clone()
+    b[200:320] = unrelated(120, seed=9)
+    b[400:450] = a[402:452]
+    assert facts_of(a, b) == [
+        ("nothing", "rows 200..319 of b are as unlike a's as unrelated rows, in all layers: 360 of 360 decisions."),
+        ("row", "rows 400..449 of b match a's rows 402..451 (2 rows later), in all layers: 150 of 150 decisions."),
+    ]
+
+
+@pytest.mark.parametrize(("lengths", "where"), [(None, "in 2 regions"), ((90, 160, 250), "of samples 1..2")])
+def test_unrelated_rows_of_several_regions_are_one_fact(lengths, where):
+    a = routes_of(500)
+    b = a.clone()
+    b[100:140], b[300:400] = unrelated(40, seed=9), unrelated(100, seed=8)
+    text = f"140 rows {where} of b are as unlike a's as unrelated rows, in all layers: 420 of 420 decisions."
+    assert facts_of(a, b, sequence_lengths=lengths) == [("nothing", text)]
+
+
+def test_different_answers_begin_after_the_prompt_of_each_sample():
+    a = routes_of(300)
+    b = a.clone()
+    b[10:100], b[110:200] = unrelated(90, seed=9), unrelated(90, seed=8)
+    text = "180 rows of samples 0..1 of b are as unlike a's as unrelated rows, in all layers: 540 of 540 decisions."
+    assert facts_of(a, b, sequence_lengths=(100, 100, 100)) == [("nothing", text)]
+
+
+def test_rows_after_a_different_token_are_not_unrelated():
+    a, tokens = routes_of(200), torch.arange(200)
+    b = a.clone()
+    b[50:100], b[120:200] = unrelated(50, seed=9), unrelated(80, seed=8)
+    other = tokens.clone()
+    other[50] = 999
+    facts = facts_of((a, {"token_ids": tokens}), (b, {"token_ids": other}), sequence_lengths=(100, 100))
+    text = "rows 120..199 (sample 1, from position 20) of b are as unlike a's as unrelated rows, in all layers: "
+    assert facts[1:] == [("nothing", f"{text}240 of 240 decisions.")]
+
+
+def test_rows_without_a_route_explain_nothing_and_hide_nothing():
+    """They hold filler: here what would match."""
+    a, mask = routes_of(200), torch.ones(200, dtype=torch.bool)
+    b = a.clone()
+    a[:100] = b[:100] = b[100:] = unrelated(100, seed=9)
+    mask[:100] = False
+    text = "rows 100..199 of b are as unlike a's as unrelated rows, in all layers: 300 of 300 decisions."
+    assert facts_of((a, {"replay_mask": mask}), b) == [("nothing", text)]
+    mask[:] = True
+    mask[100:200:2] = False
+    b[101:200:2] = unrelated(50, seed=9)
+    b[100:200:2] = a[100:200:2]
+    text = "rows 101..199 of b are as unlike a's as unrelated rows, in all layers: 150 of 150 decisions."
+    assert facts_of(a, (b, {"replay_mask": mask})) == [("nothing", text)]
+
+
+def test_a_layer_that_b_alone_has_is_unrelated_to_none():
+    a = routes_of(200, layers=4)
+    b = a.clone()
+    b[100:150, 1] = unrelated(50, seed=9)[:, 1]
+    text = "rows 100..149 of b are as unlike a's as unrelated rows, in layer 3: 50 of 50 decisions."
+    assert facts_of(a[:, :3], b) == [("nothing", text)]
+
+
+def test_decisions_that_a_match_explains_are_counted_apart_in_each_layer():
+    a = routes_of(200)
+    b = a.clone()
+    b[50:150] = a[51:151]
+    b[:40:5, 0, 0] += 16  # noise
+    b[:40:10, 2, 1] += 16
+    assert [int(layer[:-1].sum()) for layer in diff_of(a, b).unexplained] == [8, 0, 4]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        (0, 0, "agree (0.00 % of decisions differ)"),
+        (0, 60, "agree (5.00 % of decisions differ)"),  # a tenth of one layer of two
+        (0, 90, "differ (7.50 % of decisions differ)"),
+        (30, 150, "agree (12.50 % of decisions differ)"),  # a tenth, and three times as many as before
+        (30, 160, "differ (13.33 % of decisions differ)"),
+    ],
+)
+def test_experts_under_different_ids_do_no_harm_where_later_layers_agree(before, after, words):
+    """Half of the decisions of later layers are those of the layer that differs."""
+    a = routes_of(600, layers=5)
+    a[:, 2] = routes_of(600, seed=1, layers=1, experts=32)[:, 0]
+    b = a.clone()
+    b[:, 2] = (a[:, 2] + 8) % 32
+    b[:before, 0, 0] += 16
+    b[100 : 100 + after, 3, 0] += 16
+    fact = next(text for kind, text in facts_of(a, b) if kind == "names")
+    text = "all 600 rows of b name each expert by its id plus 8 (modulo 32), in layer 4, and later layers "
+    assert fact == f"{text}{words}: 600 of 600 decisions."
+
+
+def test_swapped_layers_of_a_part_of_the_rows():
+    a = routes_of(400, layers=6)
+    b = a.clone()
+    b[300:360, [1, 4]] = a[300:360, [4, 1]]
+    text = "layers 3, 6 of b match layers 6, 3 of a, in rows 300..359 of b: 120 of 120 decisions."
+    assert facts_of(a, b) == [("layer", text)]
+
+
+def test_the_end_of_a_long_trace_is_searched_with_its_samples(monkeypatch):
+    monkeypatch.setattr("megatron_router_replay.diagnostics.facts.MAX_ROWS", 400)
+    a = routes_of(1400)
+    b = a.clone()
+    b[1100:1180], b[1300:1400] = unrelated(80, seed=9), unrelated(100, seed=8)
+    text = "180 rows of samples 11, 13 of b are as unlike a's as unrelated rows, in all layers: "
+    assert facts_of(a, b, sequence_lengths=(100,) * 14) == [("nothing", f"{text}540 of 540 decisions that were read.")]
