@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core import parallel_state
 
 from megatron_router_replay.errors import PayloadError, ReplayStateError
 from megatron_router_replay.trainers import ms_swift, nemo_rl, roll, token_layers
@@ -92,6 +93,15 @@ def test_a_row_is_nemo_rls_filler_only_where_every_layer_has_the_first_experts()
     (tokens,), (rows,) = nemo_rl._samples(batch)
     assert tokens.tolist() == [7, 8, 9]
     assert rows.tolist() == [[[0, 1], [3, 2]], [[4, 5], [0, 1]], [[-1, -1], [-1, -1]]]
+
+
+def test_a_step_of_nemo_rl_has_the_mean_of_its_own_passes_alone(monkeypatch):
+    monkeypatch.setattr(parallel_state, "get_data_parallel_world_size", lambda: 2)  # whose lists the driver adds up
+    monkeypatch.setattr(nemo_rl, "_step", [])
+    for shares, expected in (([0.5, 0.75], 0.3125), ([0.25], 0.125)):
+        nemo_rl._step += [{"router_replay/replayed_share": share} for share in shares]
+        statistics, _ = nemo_rl._add_metrics(lambda: ({"loss": [1.0]}, 1.0))
+        assert statistics == {"loss": [1.0], "router_replay/replayed_share": [expected]}
 
 
 def test_rolls_padding_is_what_the_mask_hides_and_0():
