@@ -196,7 +196,7 @@ class TokenReader:
         if positions is not None:
             segments = segments.cut(flat[-1])
         if mask is not None:
-            segments = segments.bound(flat[1] != 0)
+            segments = segments.with_lengths(flat[1] != 0)
         return segments, tokens
 
 
