@@ -180,10 +180,10 @@ class TokenReader:
         columns = [each for each in (ids, mask, positions) if each is not None]
         device = None if group is None else collective_device(group)
         if group is not None and device is not None and device.type != "cpu":
-            columns = _of_all_ranks([each.to(device) for each in columns], group)
+            columns = _gathered([each.to(device) for each in columns], group)
         *arrays, cu_seqlens, unpadded = to_host([*columns, inputs.cu_seqlens, unpadded])
         if group is not None and device is not None and device.type == "cpu":
-            arrays = to_host(_of_all_ranks([torch.from_numpy(each) for each in arrays], group))
+            arrays = to_host(_gathered([torch.from_numpy(each) for each in arrays], group))
         segments = self.segments_of(inputs, (int(ids.shape[0]), int(ids.shape[1])), group, cu_seqlens, unpadded)
         flat = [segments.in_order(each) for each in arrays]
         tokens = flat[0]
@@ -200,7 +200,7 @@ class TokenReader:
         return segments, tokens
 
 
-def _of_all_ranks(columns: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+def _gathered(columns: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
     """Return values of all context-parallel ranks, [cp_size, n] int32 each; a token that is none is -1.
 
     One collective, of 4 to 12 bytes a token: then every rank has whole sequences, and all decide alike.

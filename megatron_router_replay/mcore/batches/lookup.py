@@ -226,7 +226,7 @@ class RowLookup:
         if not explained:
             if segments.lengths_known and self._padding and np.isin(tokens[start:stop], self._padding).all():
                 return PADDING_ALONE  # some trainers give the rest of a packed row a length of its own
-            return misfit.of_no_sample(
+            return misfit.no_sample(
                 names,
                 tokens[start:stop],
                 best,
@@ -235,7 +235,7 @@ class RowLookup:
                 may_pad_left=segments.searches_left,
             )
         if len(explained) > 1:
-            return misfit.of_two_starts(names, best)
+            return misfit.two_starts(names, best)
         key = keys[4 * (start + best.start) : 4 * stop]
         if best.is_ambiguous and (problem := self._unlike_rivals(names, best, key)):
             return problem
@@ -244,7 +244,7 @@ class RowLookup:
             # If different tokens after the end continue the sample, they were masked by mistake; equal ones are padding.
             number_known = samples.num_known(keys[4 * start : 4 * end])
             if number_known > best.known:
-                return misfit.of_masked_tokens(names, best, number_known - best.known)
+                return misfit.masked_tokens(names, best, number_known - best.known)
         return best
 
     def _unlike_rivals(self, names: Names, reading: Reading, key: bytes) -> Misfit | None:

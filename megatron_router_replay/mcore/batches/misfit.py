@@ -39,7 +39,7 @@ class Names:
         return f"sample {sample}" + (f" ({self._ids[sample]!r})" if self._ids is not None else "")
 
 
-def of_no_sample(
+def no_sample(
     names: Names,
     tokens: Any,
     reading: Reading,
@@ -63,7 +63,7 @@ def of_no_sample(
     is_constant = run == len(rest)
     argument = f"padding_token_ids={[*(declared or ()), token]}"
     if not reading.known:
-        return _of_no_beginning(names, rest, at, run, argument, lengths_known=lengths_known, may_pad_left=may_pad_left)
+        return _no_beginning(names, rest, at, run, argument, lengths_known=lengths_known, may_pad_left=may_pad_left)
     sample = names.of(reading.row)
     if is_constant and not lengths_known and (reading.is_whole or run > 1):
         whose = "all tokens" if reading.is_whole else f"the first {reading.known} tokens"
@@ -116,7 +116,7 @@ def _advice(tokens: Any, rest: Any, declared: tuple[int, ...], *, may_pad_left: 
     return "" if token is None else f" If token {token} is padding, say padding_token_ids={[*declared, token]}."
 
 
-def _of_no_beginning(
+def _no_beginning(
     names: Names, tokens: Any, at: int, run: int, argument: str, *, lengths_known: bool, may_pad_left: bool
 ) -> Misfit:
     samples, token = names.samples, int(tokens[0])
@@ -167,7 +167,7 @@ def _cut_on_the_left(names: Names, inside: tuple[int, int]) -> str:
     )
 
 
-def of_two_starts(names: Names, reading: Reading) -> Misfit:
+def two_starts(names: Names, reading: Reading) -> Misfit:
     """Return that padding in front of a sequence may be tokens of it."""
     return Misfit(
         reading.start + reading.known,
@@ -176,7 +176,7 @@ def of_two_starts(names: Names, reading: Reading) -> Misfit:
     )
 
 
-def of_masked_tokens(names: Names, reading: Reading, number: int) -> Misfit:
+def masked_tokens(names: Names, reading: Reading, number: int) -> Misfit:
     """Return that a mask covers the tokens that continue a sample."""
     return Misfit(
         reading.known,
