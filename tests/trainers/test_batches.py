@@ -107,3 +107,16 @@ def test_a_step_of_nemo_rl_has_the_mean_of_its_own_passes_alone(monkeypatch):
 def test_rolls_padding_is_what_the_mask_hides_and_0():
     fields = {"input_ids": torch.tensor([[9, 5, 6], [7, 8, 3]]), "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 0]])}
     assert roll._padding_tokens(fields) == [0, 3, 9]
+
+
+def test_rolls_own_replay_is_as_before_after_a_pass_that_raised():
+    strategy = SimpleNamespace(enable_router_replay=True)
+
+    def run():
+        with roll._own_replay(strategy, is_on=False):
+            assert not strategy.enable_router_replay
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        run()
+    assert strategy.enable_router_replay, "else later passes of ROLL would run live"

@@ -293,7 +293,7 @@ class RankJudgement:
         rows = layer.places.trace_rows(block)
         cause = cause_of(self._trace, rows) if self._trace is not None and len(rows) else ""
         yield cause or self._moved(layer, block)
-        if len(layer.layers) == 1 and len(rows) and self._is_alone(layer, rows):
+        if len(layer.layers) == 1 and len(rows) and self._others_are_right(layer, rows):
             yield "the other layers of these tokens are right: those of a draft model, or of a different layer?"
 
     def _moved(self, layer: _Layer, block: Block) -> str:
@@ -308,7 +308,7 @@ class RankJudgement:
         block = Block(block.evidence, first, stop)
         return moved_by((rows.codes // 3).T, experts_ranked_first, block, begin_of_layer, end)
 
-    def _is_alone(self, layer: _Layer, rows: Any) -> bool:
+    def _others_are_right(self, layer: _Layer, rows: Any) -> bool:
         """Return if other layers were compared in these rows of the trace, and all are right."""
         others = [each for each in self._of_number.values() if each is not layer and each.places.rows is not None]
         sums = [float(each.ratios[np.isin(each.places.rows, rows)].sum()) for each in others]
