@@ -36,15 +36,20 @@ def same_random_numbers() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def earlier_objects_are_frozen() -> None:
+    """Set apart from garbage collection what was there before this module: tests collect thousands of times."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
-def imports_are_frozen() -> Iterator[None]:
-    """Set what is imported apart: a collection of garbage takes 0.3 s to look through torch and Megatron-Core."""
+def imports_are_frozen() -> None:
+    """Set Megatron-Core and torch apart: a collection takes 0.3 s to look through them."""
     import megatron.core.transformer.moe.router  # noqa: F401  # not above: it loads torch
 
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture
@@ -68,7 +73,7 @@ def on_ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
 
 
 @pytest.fixture(scope="session")
-def workers_1() -> "OneRank":
+def workers_1(imports_are_frozen: None) -> "OneRank":
     from tests.support.one_rank import OneRank  # not above: it loads torch
 
     return OneRank()

@@ -50,7 +50,9 @@ class Findings:
 
     Args:
         compared, wrong: decisions of forwards whose token has a route, and the wrong ones among them.
-        recomputed, recomputed_wrong: the same of recomputes.
+        recomputed, recomputed_wrong: the same of recomputes in which the router returned. The recompute of one of torch's
+            non-reentrant checkpoints that holds a router alone ends inside of the router, and is not compared, unless its
+            forward ran under `torch.utils.checkpoint.set_checkpoint_early_stop(False)`.
         without_route: decisions of forwards whose token has no route, or has several in samples with equal tokens, and of
             padding.
         not_found: forwards with tokens of no sample, or with more or fewer rows in a router, and routers that ran outside of
@@ -165,7 +167,7 @@ class _WatchedChunk:
         ]
         for found in self._routers:
             routed = partial(self._routed, found.layer_number, deque())
-            handles.append(found.router.register_forward_hook(routed))
+            handles.append(found.router.register_forward_hook(routed, always_call=True))
         return handles
 
     @contextmanager
@@ -215,13 +217,17 @@ class _WatchedChunk:
         self, layer_number: int, forwards: deque[Tensor | None], router: nn.Module, args: Any, output: Any
     ) -> None:
         """Compare a router's map with the rollout's routes. `forwards` are the rows of its forwards so far."""
-        is_recompute, used = _in_backward(), output[1]
-        if _has_capacity(router):
-            used, self._chosen = self._chosen, None
+        is_recompute = _in_backward()
         if is_recompute:
             # Backwards, and so recomputes, of a chunk run in the order of its forwards.
             rows = forwards.popleft() if forwards else None
-        else:
+        if output is None:  # the call failed, or torch ended the recompute
+            self._chosen = None
+            return
+        used = output[1]
+        if _has_capacity(router):
+            used, self._chosen = self._chosen, None
+        if not is_recompute:
             rows = self._rows
             if self._has_backward:
                 forwards.append(rows)

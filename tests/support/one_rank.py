@@ -10,7 +10,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from megatron_router_replay.testing import megatron_on_cpu
-from tests.support.megatron_state import new_case, reset_megatron_state
+from tests.support.megatron_state import destroy_groups, new_case, reset_megatron_state
 from tests.support.workers import WorkersError
 
 
@@ -24,7 +24,7 @@ def only_rank() -> Iterator[None]:
     finally:
         reset_megatron_state()
         gc.collect()  # models in reference cycles hold process groups, which must go before the group does
-        dist.destroy_process_group()
+        destroy_groups()
 
 
 class OneRank:

@@ -61,7 +61,7 @@ def _run_case(job: bytes, store_file: Path, rank: int, world_size: int) -> bytes
     import torch.distributed as dist
 
     from megatron_router_replay.testing.cpu import megatron_on_cpu
-    from tests.support.megatron_state import new_case
+    from tests.support.megatron_state import destroy_groups, new_case
 
     try:
         search_path, module_name, call = pickle.loads(job)
@@ -78,7 +78,7 @@ def _run_case(job: bytes, store_file: Path, rank: int, world_size: int) -> bytes
         del result, args
         gc.collect()
         dist.barrier()  # nobody tears the group down while others use it
-        dist.destroy_process_group()
+        destroy_groups()
         return reply
     except BaseException:  # SystemExit too: a worker that ended in silence would look like one that was killed
         return pickle.dumps((False, traceback.format_exc()))

@@ -4,9 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core import parallel_state
 
 from megatron_router_replay.errors import PayloadError, ReplayStateError
-from megatron_router_replay.trainers import ms_swift, nemo_rl, roll, token_layers
+from megatron_router_replay.trainers import miles, ms_swift, nemo_rl, replayer, roll, token_layers
 
 ROUTES = torch.arange(8).view(1, 8, 1, 1)
 """The route of each position is its number."""
@@ -94,6 +95,41 @@ def test_a_row_is_nemo_rls_filler_only_where_every_layer_has_the_first_experts()
     assert rows.tolist() == [[[0, 1], [3, 2]], [[4, 5], [0, 1]], [[-1, -1], [-1, -1]]]
 
 
+def test_a_step_of_nemo_rl_has_the_mean_of_its_own_passes_alone(monkeypatch):
+    monkeypatch.setattr(parallel_state, "get_data_parallel_world_size", lambda: 2)  # whose lists the driver adds up
+    monkeypatch.setattr(nemo_rl, "_step", [])
+    for shares, expected in (([0.5, 0.75], 0.3125), ([0.25], 0.125)):
+        nemo_rl._step += [{"router_replay/replayed_share": share} for share in shares]
+        statistics, _ = nemo_rl._add_metrics(lambda: ({"loss": [1.0]}, 1.0))
+        assert statistics == {"loss": [1.0], "router_replay/replayed_share": [expected]}
+
+
 def test_rolls_padding_is_what_the_mask_hides_and_0():
     fields = {"input_ids": torch.tensor([[9, 5, 6], [7, 8, 3]]), "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 0]])}
     assert roll._padding_tokens(fields) == [0, 3, 9]
+
+
+def test_rolls_own_replay_is_as_before_after_a_pass_that_raised():
+    strategy = SimpleNamespace(enable_router_replay=True)
+
+    def run():
+        with roll._own_replay(strategy, is_on=False):
+            assert not strategy.enable_router_replay
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        run()
+    assert strategy.enable_router_replay, "else later passes of ROLL would run live"
+
+
+@pytest.mark.parametrize("audits", [False, True])
+def test_of_miles_managers_that_of_routers_alone_is_off_and_none_under_an_audit(monkeypatch, audits):
+    """Its indexer's replay is a manager of the same class."""
+    of_routers, of_indexers = SimpleNamespace(registered=[]), SimpleNamespace(registered=[])
+    monkeypatch.setattr(miles, "_manager", lambda: of_routers)
+    monkeypatch.setattr(replayer, "_installed", [SimpleNamespace(audits=audits)])
+    for manager, is_off in ((of_routers, not audits), (of_indexers, False)):
+        miles._register(lambda self, module: self.registered.append(module), manager, "module")
+        assert manager.registered == ([] if is_off else ["module"])
+        topk = miles._choose_topk(lambda self, old: f"replay of {old}", manager, "top-k")
+        assert topk == ("top-k" if is_off else "replay of top-k")

@@ -40,14 +40,14 @@ class ForwardInputs:
     position_ids: Tensor | None = None
 
     @property
-    def bounds(self) -> Tensor | None:
+    def cu_seqlens(self) -> Tensor | None:
         """Return the starts of packed sequences with padding; None: a padded batch."""
-        # Positions of input_ids count padding, so the padded bounds come first.
+        # Positions of input_ids count padding, so the padded cu_seqlens come first.
         padded = getattr(self.packed_seq_params, "cu_seqlens_q_padded", None)
-        return self.unpadded if padded is None else padded
+        return self.unpadded_cu_seqlens if padded is None else padded
 
     @property
-    def unpadded(self) -> Tensor | None:
+    def unpadded_cu_seqlens(self) -> Tensor | None:
         """Return the starts of packed sequences, without padding where both are given."""
         return getattr(self.packed_seq_params, "cu_seqlens_q", None)
 
@@ -142,7 +142,7 @@ class TokenReader:
         inputs: ForwardInputs,
         shape: tuple[int, int],
         group: dist.ProcessGroup | None,
-        bounds: Any = None,
+        cu_seqlens: Any = None,
         unpadded: Any = None,
     ) -> Segments:
         """Return the Segments of a forward, without lengths of a padding mask.
@@ -150,7 +150,7 @@ class TokenReader:
         Args:
             shape: [b, s] of this rank.
             group: the context-parallel ranks; None: this rank has all.
-            bounds, unpadded: those of the inputs, on the host.
+            cu_seqlens, unpadded: those of the inputs, on the host.
         """
         size = 1 if group is None else group.size()
         partition: Any = self._partition or getattr(inputs.packed_seq_params, "cp_partition_mode", None) or "zigzag"
@@ -160,7 +160,7 @@ class TokenReader:
                 f"MRR204: cannot place the positions of context-parallel ranks under cp_partition_mode={partition!r}, "
                 f"zigzag_cp_min_chunk_size={chunk}: supported are 'zigzag' without a chunk size and 'contiguous'."
             )
-        return Segments.of(shape, bounds, unpadded=unpadded, cp_size=size, partition=partition)
+        return Segments.of(shape, cu_seqlens, unpadded=unpadded, cp_size=size, partition=partition)
 
     def read(self, inputs: ForwardInputs, group: dist.ProcessGroup | None) -> tuple[Segments, Any]:
         """Return the Segments of a forward, and the tokens of all ranks, [total] int64, on the host.
@@ -172,19 +172,19 @@ class TokenReader:
         """
         ids = inputs.input_ids
         assert ids is not None, "checked"
-        # Packed sequences have bounds, so position_ids cut rows of a padded batch alone.
-        mask, positions = inputs.padding_mask, inputs.position_ids if inputs.bounds is None else None
+        # Packed sequences have cu_seqlens, so position_ids cut rows of a padded batch alone.
+        mask, positions = inputs.padding_mask, inputs.position_ids if inputs.cu_seqlens is None else None
         if mask is not None and mask.numel() != ids.numel():
             mask = None  # of another layout than the tokens
-        unpadded = None if inputs.unpadded is inputs.bounds else inputs.unpadded
+        unpadded = None if inputs.unpadded_cu_seqlens is inputs.cu_seqlens else inputs.unpadded_cu_seqlens
         columns = [each for each in (ids, mask, positions) if each is not None]
         device = None if group is None else collective_device(group)
         if group is not None and device is not None and device.type != "cpu":
-            columns = _of_all_ranks([each.to(device) for each in columns], group)
-        *arrays, bounds, unpadded = to_host([*columns, inputs.bounds, unpadded])
+            columns = _gathered([each.to(device) for each in columns], group)
+        *arrays, cu_seqlens, unpadded = to_host([*columns, inputs.cu_seqlens, unpadded])
         if group is not None and device is not None and device.type == "cpu":
-            arrays = to_host(_of_all_ranks([torch.from_numpy(each) for each in arrays], group))
-        segments = self.segments_of(inputs, (int(ids.shape[0]), int(ids.shape[1])), group, bounds, unpadded)
+            arrays = to_host(_gathered([torch.from_numpy(each) for each in arrays], group))
+        segments = self.segments_of(inputs, (int(ids.shape[0]), int(ids.shape[1])), group, cu_seqlens, unpadded)
         flat = [segments.in_order(each) for each in arrays]
         tokens = flat[0]
         if tokens.size and not 0 <= tokens.min() <= tokens.max() <= MAX_TOKEN:
@@ -196,11 +196,11 @@ class TokenReader:
         if positions is not None:
             segments = segments.cut(flat[-1])
         if mask is not None:
-            segments = segments.bound(flat[1] != 0)
+            segments = segments.with_lengths(flat[1] != 0)
         return segments, tokens
 
 
-def _of_all_ranks(columns: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+def _gathered(columns: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
     """Return values of all context-parallel ranks, [cp_size, n] int32 each; a token that is none is -1.
 
     One collective, of 4 to 12 bytes a token: then every rank has whole sequences, and all decide alike.

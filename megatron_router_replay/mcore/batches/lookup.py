@@ -58,7 +58,7 @@ class _Limits(NamedTuple):
 
 def _limits(segments: Segments, tokens: Any, declared: tuple[int, ...] | None) -> _Limits:
     start, stop = segments.start, segments.stop
-    if segments.is_bounded or not tokens.size or declared == ():
+    if segments.lengths_known or not tokens.size or declared == ():
         return _Limits(start, stop, stop)
     if declared is None:
         # The last token, and all equal ones in front of it, may be padding.
@@ -143,21 +143,25 @@ class RowLookup:
         raw, tokens = self._reader.read(
             ForwardInputs(input_ids=inputs.input_ids, padding_mask=inputs.padding_mask), None
         )
-        segments = self._reader.segments_of(inputs, shape, group, *to_host([inputs.bounds, inputs.unpadded]))
-        num_computed = len(segments.begin) - (inputs.bounds is not None)  # the last segment of a packed row is its rest
+        segments = self._reader.segments_of(
+            inputs, shape, group, *to_host([inputs.cu_seqlens, inputs.unpadded_cu_seqlens])
+        )
+        num_computed = len(segments.begin) - (
+            inputs.cu_seqlens is not None
+        )  # the last segment of a packed row is its rest
         if num_computed != len(raw.begin):
             raise LayoutError(
                 f"MRR201: {where}: this pipeline stage was given input_ids of {len(raw.begin)} sequences and computes "
                 f"{num_computed}: pass it the ids as the first stage gets them."
             )
         lengths = (segments.stop - segments.begin)[:num_computed]
-        if inputs.bounds is not None and self._padding is None and not raw.is_bounded:
+        if inputs.cu_seqlens is not None and self._padding is None and not raw.lengths_known:
             # cu_seqlens gives the lengths of packed sequences, so raw tokens after them are padding.
             raw = replace(raw, stop=np.minimum(raw.stop, raw.begin + lengths))
         readings = self._read(raw, tokens, where)
         start, count, row, live = _columns(readings)
         # Packing removes padding on the left, and may cut a sequence on the right. Rows that were split keep both.
-        offset = (raw.start - raw.begin + start) * (inputs.bounds is None and raw.total == segments.total)
+        offset = (raw.start - raw.begin + start) * (inputs.cu_seqlens is None and raw.total == segments.total)
         lengths = lengths - offset
         count = np.minimum(count, lengths)
         live = np.minimum(live, lengths - count)
@@ -183,7 +187,7 @@ class RowLookup:
             found: Reading | Misfit | None = None
             if low >= high:
                 found = PADDING_ALONE
-            elif (low == start or not runs) and not (segments.is_bounded and stop < end):
+            elif (low == start or not runs) and not (segments.lengths_known and stop < end):
                 found = samples.read_plain(low - start, keys[4 * low : 4 * stop], high - low, max(0, doubt - low))
             if found is None:
                 found = self._read_one(samples, segments, number, tokens, keys, limits, runs)
@@ -220,27 +224,27 @@ class RowLookup:
         best = max(explained or found, key=lambda each: each.known)
         names = Names(samples, self._trace.sample_ids)
         if not explained:
-            if segments.is_bounded and self._padding and np.isin(tokens[start:stop], self._padding).all():
+            if segments.lengths_known and self._padding and np.isin(tokens[start:stop], self._padding).all():
                 return PADDING_ALONE  # some trainers give the rest of a packed row a length of its own
-            return misfit.of_no_sample(
+            return misfit.no_sample(
                 names,
                 tokens[start:stop],
                 best,
                 declared=self._padding,
-                is_bounded=segments.is_bounded,
+                lengths_known=segments.lengths_known,
                 may_pad_left=segments.searches_left,
             )
         if len(explained) > 1:
-            return misfit.of_two_starts(names, best)
+            return misfit.two_starts(names, best)
         key = keys[4 * (start + best.start) : 4 * stop]
         if best.is_ambiguous and (problem := self._unlike_rivals(names, best, key)):
             return problem
         end = int(segments.end[number])
-        if segments.is_bounded and not best.is_whole and stop < end and (tokens[stop:end] != tokens[stop]).any():
+        if segments.lengths_known and not best.is_whole and stop < end and (tokens[stop:end] != tokens[stop]).any():
             # If different tokens after the end continue the sample, they were masked by mistake; equal ones are padding.
             number_known = samples.num_known(keys[4 * start : 4 * end])
             if number_known > best.known:
-                return misfit.of_masked_tokens(names, best, number_known - best.known)
+                return misfit.masked_tokens(names, best, number_known - best.known)
         return best
 
     def _unlike_rivals(self, names: Names, reading: Reading, key: bytes) -> Misfit | None:
@@ -300,7 +304,7 @@ def number_tokens(reader: TokenReader, module: nn.Module, inputs: ForwardInputs,
         )
     group = context_parallel_group(module, inputs.packed_seq_params)
     segments, tokens = reader.read(inputs, group)
-    if reader.padding_token_ids is None and not segments.is_bounded:
+    if reader.padding_token_ids is None and not segments.lengths_known:
         # Whether a last token is padding is not to be seen, and a wrong guess makes a wrong trace: the caller decides.
         what = ""
         if segments.shape[0] > 1:

@@ -39,13 +39,13 @@ class Names:
         return f"sample {sample}" + (f" ({self._ids[sample]!r})" if self._ids is not None else "")
 
 
-def of_no_sample(
+def no_sample(
     names: Names,
     tokens: Any,
     reading: Reading,
     *,
     declared: tuple[int, ...] | None,
-    is_bounded: bool,
+    lengths_known: bool,
     may_pad_left: bool,
 ) -> Misfit:
     """Return why a sequence is not explained.
@@ -54,7 +54,7 @@ def of_no_sample(
         tokens: of the segment, [n], with padding around the sequence.
         reading: its best one.
         declared: the tokens of padding; None: not declared.
-        is_bounded: the number of tokens is known, so there is no padding.
+        lengths_known: the number of tokens is known, so there is no padding.
         may_pad_left: padding may precede the sequence.
     """
     samples, at = names.samples, reading.start + reading.known
@@ -63,9 +63,9 @@ def of_no_sample(
     is_constant = run == len(rest)
     argument = f"padding_token_ids={[*(declared or ()), token]}"
     if not reading.known:
-        return _of_no_beginning(names, rest, at, run, argument, is_bounded=is_bounded, may_pad_left=may_pad_left)
+        return _no_beginning(names, rest, at, run, argument, lengths_known=lengths_known, may_pad_left=may_pad_left)
     sample = names.of(reading.row)
-    if is_constant and not is_bounded and (reading.is_whole or run > 1):
+    if is_constant and not lengths_known and (reading.is_whole or run > 1):
         whose = "all tokens" if reading.is_whole else f"the first {reading.known} tokens"
         return Misfit(
             at,
@@ -73,7 +73,7 @@ def of_no_sample(
             f"{argument}, or give the model padding_mask or unpadded cu_seqlens_q.",
         )
     padding = ""
-    if not is_bounded:
+    if not lengths_known:
         may_pad_left = may_pad_left and _run(tokens) > reading.known  # the padding may be the samples' first token, too
         padding = _advice(tokens, rest, declared or (), may_pad_left=may_pad_left)
     if reading.is_whole:
@@ -116,13 +116,13 @@ def _advice(tokens: Any, rest: Any, declared: tuple[int, ...], *, may_pad_left: 
     return "" if token is None else f" If token {token} is padding, say padding_token_ids={[*declared, token]}."
 
 
-def _of_no_beginning(
-    names: Names, tokens: Any, at: int, run: int, argument: str, *, is_bounded: bool, may_pad_left: bool
+def _no_beginning(
+    names: Names, tokens: Any, at: int, run: int, argument: str, *, lengths_known: bool, may_pad_left: bool
 ) -> Misfit:
     samples, token = names.samples, int(tokens[0])
     known = samples.num_known(keys_of(tokens[run:]))
     begins = known > 1 or (known and known == len(tokens) - run)
-    if not is_bounded and (run == len(tokens) > 1 or (run > 1 and begins and may_pad_left)):
+    if not lengths_known and (run == len(tokens) > 1 or (run > 1 and begins and may_pad_left)):
         where = "fills it" if run == len(tokens) else f"stands {run} times in front of it"
         return Misfit(
             at,
@@ -131,7 +131,7 @@ def _of_no_beginning(
         )
     if begins:
         row = samples.read(0, keys_of(tokens[run : run + known]), known, known).row
-        padding = "" if is_bounded or not may_pad_left else f" If it is padding, say {argument}."
+        padding = "" if lengths_known or not may_pad_left else f" If it is padding, say {argument}."
         return Misfit(
             at,
             f"MRR206: no sample of the trace begins with token {token}, but from the next one on it holds {names.of(row)}. "
@@ -144,7 +144,7 @@ def _of_no_beginning(
         at,
         f"MRR206: no sample of the trace begins with token {token}, nor with what follows it. Is this batch of another "
         "rollout, or was it cut on the left? An evaluation runs inside `with session.paused():`."
-        + ("" if is_bounded else f" If it is padding, say {argument}."),
+        + ("" if lengths_known else f" If it is padding, say {argument}."),
     )
 
 
@@ -167,7 +167,7 @@ def _cut_on_the_left(names: Names, inside: tuple[int, int]) -> str:
     )
 
 
-def of_two_starts(names: Names, reading: Reading) -> Misfit:
+def two_starts(names: Names, reading: Reading) -> Misfit:
     """Return that padding in front of a sequence may be tokens of it."""
     return Misfit(
         reading.start + reading.known,
@@ -176,7 +176,7 @@ def of_two_starts(names: Names, reading: Reading) -> Misfit:
     )
 
 
-def of_masked_tokens(names: Names, reading: Reading, number: int) -> Misfit:
+def masked_tokens(names: Names, reading: Reading, number: int) -> Misfit:
     """Return that a mask covers the tokens that continue a sample."""
     return Misfit(
         reading.known,

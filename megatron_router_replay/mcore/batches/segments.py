@@ -27,7 +27,7 @@ class Segments:
         shape: [b, s] of one rank's input_ids.
         begin, end: of each segment; segments follow one another. Of packed sequences, the last one is the rest of the row.
         start, stop: of its tokens, where their number is known; else begin and end. All of the rest is padding.
-        is_bounded: the number of tokens is known, from a mask or from unpadded cu_seqlens.
+        lengths_known: the number of tokens is known, from a mask or from unpadded cu_seqlens.
         searches_left: padding of unknown length may precede the tokens.
         flat: [cp_size, n] int64, the flat position of each position of each rank; None: one rank has all, in order.
         jumps: flat positions whose position id does not follow the one before, and that begin no segment.
@@ -38,7 +38,7 @@ class Segments:
     end: Any
     start: Any
     stop: Any
-    is_bounded: bool = False
+    lengths_known: bool = False
     searches_left: bool = False
     flat: Any = None
     jumps: Any = ()
@@ -69,7 +69,7 @@ class Segments:
         length, total = shape[1] * cp_size, shape[0] * shape[1] * cp_size
         # Zigzag gives each rank two of 2 * cp_size equal chunks.
         multiple = 2 * cp_size if cp_size > 1 and partition == "zigzag" else 1
-        is_bounded = False
+        lengths_known = False
         if cu_seqlens is None:
             _check_starts([0, length], length, multiple)
             bounds = np.arange(shape[0] + 1) * length
@@ -86,7 +86,7 @@ class Segments:
             if unpadded is not None:
                 real = np.asarray(unpadded, dtype=np.int64)
                 _check_lengths(real, begin)
-                is_bounded = not np.array_equal(real, begin)
+                lengths_known = not np.array_equal(real, begin)
                 stop = np.append(begin[:-1] + np.diff(real), begin[-1])
         flat = (
             None
@@ -94,7 +94,7 @@ class Segments:
             else _flat_positions(bounds, shape, cp_size, partition, is_packed=cu_seqlens is not None)
         )
         return cls(
-            shape=shape, begin=begin, end=end, start=begin, stop=stop, is_bounded=is_bounded,
+            shape=shape, begin=begin, end=end, start=begin, stop=stop, lengths_known=lengths_known,
             searches_left=cu_seqlens is None, flat=flat,
         )  # fmt: skip
 
@@ -117,7 +117,7 @@ class Segments:
         end = np.append(begin[1:], rows.size)
         return replace(self, begin=begin, end=end, start=begin, stop=end, jumps=np.flatnonzero(jumps))
 
-    def bound(self, padding_mask: Any) -> Segments:
+    def with_lengths(self, padding_mask: Any) -> Segments:
         """Return the Segments with the lengths that a padding mask gives.
 
         A segment's tokens are those from the first to the last one outside of the mask.
@@ -130,7 +130,7 @@ class Segments:
         start, stop = self.begin.copy(), self.begin.copy()
         some = past > first
         start[some], stop[some] = tokens[first[some]], tokens[past[some] - 1] + 1
-        return replace(self, start=start, stop=np.minimum(stop, self.stop), is_bounded=True, searches_left=False)
+        return replace(self, start=start, stop=np.minimum(stop, self.stop), lengths_known=True, searches_left=False)
 
     @property
     def total(self) -> int:

@@ -125,7 +125,7 @@ def check_whole_pipeline(modules: Sequence[nn.Module]) -> None:
             )
 
 
-class Placed(NamedTuple):
+class WalkedModule(NamedTuple):
     """A module of a chunk.
 
     Args:
@@ -140,7 +140,7 @@ class Placed(NamedTuple):
     is_graphed: bool = False
 
 
-Walk = Sequence[Placed]
+Walk = Sequence[WalkedModule]
 """Every module of a chunk once. A model has thousands, so a session walks once where it opens and once where it closes."""
 
 
@@ -150,8 +150,8 @@ def walk(chunk: nn.Module) -> Walk:
     Source: Megatron-Core 0.16.1 to 0.19.2, TransformerLayer.create_mcore_cudagraph_manager: with cuda_graph_impl="local" and
     "attn" among the captured parts, a layer that has attention and experts, as all of a GPT model, is captured as a whole.
     """
-    placed: dict[int, Placed] = {}
-    ahead: list[Placed] = [Placed("", unwrap(chunk))]
+    placed: dict[int, WalkedModule] = {}
+    ahead: list[WalkedModule] = [WalkedModule("", unwrap(chunk))]
     while ahead:
         path, module, mtp_layer, is_graphed = ahead.pop()
         if id(module) in placed:
@@ -160,9 +160,9 @@ def walk(chunk: nn.Module) -> Walk:
             mtp_layer = module
         # A TransformerBlock has a manager too, which it uses in inference alone.
         is_graphed = is_graphed or (isinstance(module, TransformerLayer) and hasattr(module, "cudagraph_manager"))
-        placed[id(module)] = Placed(path, module, mtp_layer, is_graphed)
+        placed[id(module)] = WalkedModule(path, module, mtp_layer, is_graphed)
         inner = [
-            Placed(f"{path}.{name}" if path else name, child, mtp_layer, is_graphed)
+            WalkedModule(f"{path}.{name}" if path else name, child, mtp_layer, is_graphed)
             for name, child in module.named_children()
         ]
         ahead += reversed(inner)
@@ -181,7 +181,7 @@ def find_routers(chunk: nn.Module, walked: Walk | None = None) -> list[FoundRout
     model = unwrap(chunk)
     routers: dict[int, Any] = {}
     dispatchers: dict[int, list[Any]] = {}
-    places: dict[int, Placed] = {}
+    places: dict[int, WalkedModule] = {}
     for place in walk(chunk) if walked is None else walked:
         module: Any = place.module
         places[id(module)] = place
@@ -197,7 +197,7 @@ def find_routers(chunk: nn.Module, walked: Walk | None = None) -> list[FoundRout
                 dispatchers.setdefault(id(router), []).extend(dispatchers_of(module))
     found = []
     for key, router in routers.items():
-        place = places.get(key, Placed("?", router))
+        place = places.get(key, WalkedModule("?", router))
         number = getattr(router, "layer_number", None)
         if place.mtp_layer is not None:
             number = num_decoder_layers(model) + _number_in_mtp_block(place.mtp_layer, router)

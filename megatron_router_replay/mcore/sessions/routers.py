@@ -178,10 +178,10 @@ class SessionRouters:
         if self._is_off and (replaced := balancing.replaced()):
             problems.append(f"MRR415: {listed(replaced)} was replaced, so balance='off' did not reach every call")
         for module in self.modules:
-            problems += filter(None, map(self._exchange, find_routers(module)))
+            problems += filter(None, map(self._why_not_reached, find_routers(module)))
         return problems
 
-    def _exchange(self, found: FoundRouter) -> str:
+    def _why_not_reached(self, found: FoundRouter) -> str:
         """Return why the session does not reach a router that the model has by now; "": it does."""
         if is_hashed(found.router):
             return ""

@@ -98,7 +98,7 @@ class Session:
             LayoutError: rows, masks or tokens do not fit each other or the trace; the model is none of the session's chunks.
             ReplayStateError: the session is closed, or takes no micro-batches; or no forward has used the rows given before.
         """
-        if (microbatches := self._rows_side()) is not None:
+        if (microbatches := self._open_microbatches()) is not None:
             microbatches.give(rows, model, token_ids=token_ids, padding=padding)
 
     @contextmanager
@@ -113,7 +113,7 @@ class Session:
         Raises:
             ReplayStateError: the session is closed, or takes no micro-batches.
         """
-        if (microbatches := self._rows_side()) is None:
+        if (microbatches := self._open_microbatches()) is None:
             yield
             return
         microbatches.num_pauses += 1
@@ -122,7 +122,7 @@ class Session:
         finally:
             microbatches.num_pauses -= 1
 
-    def _rows_side(self) -> Microbatches | None:
+    def _open_microbatches(self) -> Microbatches | None:
         """Return the micro-batches; None: the session is disabled."""
         self._check_open()
         if self._microbatches is None and self._source is not None:

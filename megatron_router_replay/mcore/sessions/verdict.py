@@ -180,7 +180,7 @@ class RankJudgement:
         self._judge_single_rows()
         for number in self._rows:
             self._judge_experts(number)
-        self._layers = [*self._of_number.values(), *self._together(by_layer, by_microbatch)]
+        self._layers = [*self._of_number.values(), *self._sums_over_layers(by_layer, by_microbatch)]
         for layer in self._layers:
             self._judge_blocks(layer)
 
@@ -217,7 +217,7 @@ class RankJudgement:
         named = [(each.microbatch, each.shape, each.rows) for each in parts]
         return ComparedPlaces.of(named, rank=self._rank, trace=self._trace)
 
-    def _together(self, by_layer: Mapping[int, Any], by_microbatch: Mapping[Any, Any]) -> list[_Layer]:
+    def _sums_over_layers(self, by_layer: Mapping[int, Any], by_microbatch: Mapping[Any, Any]) -> list[_Layer]:
         """Return sums over layers: one for the micro-batches that compared the same several layers."""
         values: dict[Any, tuple[Any, Any]] = {}
         for number, parts in by_layer.items():
@@ -293,7 +293,7 @@ class RankJudgement:
         rows = layer.places.trace_rows(block)
         cause = cause_of(self._trace, rows) if self._trace is not None and len(rows) else ""
         yield cause or self._moved(layer, block)
-        if len(layer.layers) == 1 and len(rows) and self._is_alone(layer, rows):
+        if len(layer.layers) == 1 and len(rows) and self._others_are_right(layer, rows):
             yield "the other layers of these tokens are right: those of a draft model, or of a different layer?"
 
     def _moved(self, layer: _Layer, block: Block) -> str:
@@ -308,7 +308,7 @@ class RankJudgement:
         block = Block(block.evidence, first, stop)
         return moved_by((rows.codes // 3).T, experts_ranked_first, block, begin_of_layer, end)
 
-    def _is_alone(self, layer: _Layer, rows: Any) -> bool:
+    def _others_are_right(self, layer: _Layer, rows: Any) -> bool:
         """Return if other layers were compared in these rows of the trace, and all are right."""
         others = [each for each in self._of_number.values() if each is not layer and each.places.rows is not None]
         sums = [float(each.ratios[np.isin(each.places.rows, rows)].sum()) for each in others]

@@ -3,6 +3,7 @@
 import json
 import re
 import tempfile
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -32,13 +33,19 @@ LEAST = {TOP_1: 19, TOP_2: 17, TOP_4: 21, TOP_8: 21}
 """Of 21 faults, so many raise at the dose of their tracker."""
 
 
+@cache
+def routes_of(shape):
+    """Return live scores, right routes and a foreign model's; training takes most of these tests' time."""
+    return routes_to_damage(trained(shape, 0, ALL_STEPS if shape is TOP_2 else STEPS))
+
+
 @pytest.mark.parametrize(
     "shape",
     [shape if shape in (TOP_1, TOP_4) else pytest.param(shape, marks=pytest.mark.slow) for shape in SHAPES],
     ids=lambda shape: shape.name,
 )
 def test_faults_raise_at_the_doses_of_their_trackers(shape):
-    routes = scores, right, foreign = routes_to_damage(trained(shape, 0, ALL_STEPS if shape is TOP_2 else STEPS))
+    routes = scores, right, foreign = routes_of(shape)
     assert len(FAULTS) == 21
     differ = (right.sort(-1).values != top_k(scores, shape).sort(-1).values).any(-1).float().mean()
     assert 0.02 < differ < 0.04
@@ -68,8 +75,7 @@ def test_legal_sessions_do_not_stop(shape, layouts):
 
 
 def test_ten_times_as_many_flips_at_near_ties_are_legal():
-    network = trained(TOP_4, 0, STEPS)
-    scores, *_ = routes_to_damage(network)
+    scores, *_ = routes_of(TOP_4)
     assert outcome(compared(TOP_4, scores, flipped(scores, TOP_4, 0.3))).says == ""
 
 

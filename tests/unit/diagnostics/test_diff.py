@@ -175,6 +175,18 @@ def test_samples_without_an_equal_one_are_compared_by_their_number_or_counted():
     assert not diff.same
 
 
+def test_the_first_different_token_is_where_it_is_however_rows_are_read(monkeypatch):
+    monkeypatch.setattr(source, "BLOCK_BYTES", 1)
+    a = big_trace(21)._with(sequence_lengths=(12, 9), token_ids=torch.arange(21, dtype=torch.int32))
+    tokens = a.token_ids.clone()
+    tokens[15:] = 9
+    for block_rows in (1 << 14, 7):
+        monkeypatch.setattr(source, "_BLOCK_ROWS", block_rows)
+        diff = mrr.diff_traces(a, a._with(token_ids=tokens))
+        assert "6 of 21 rows hold a different token, first row 15." in one_line(diff)
+        assert diff.rows_alike == 15
+
+
 def test_rows_after_the_end_of_the_other_trace_are_counted_in_their_samples(monkeypatch):
     monkeypatch.setattr(source, "BLOCK_BYTES", 1)
     a = big_trace(21)._with(sequence_lengths=(5, 3, 4, 9))

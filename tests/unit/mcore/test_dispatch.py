@@ -270,6 +270,18 @@ def test_a_dispatcher_that_calls_its_base_class_is_compared_once():
     assert session.report.decisions["verified"] == 6 * 8
 
 
+def test_a_map_that_was_dispatched_before_is_none_of_the_next_forward():
+    """A layer that keeps the outputs of its router dispatches them again: the tensors are the router's, but no call's."""
+    chunk = Chunk()
+    layer = chunk.layers[1]
+    with mrr.freeze_recompute(chunk), torch.no_grad():
+        kept = hook(layer, lambda *routed: setattr(layer, "route", lambda hidden: routed) or routed)
+        forward(chunk)
+        kept.remove()
+        with pytest.raises(ReplayStateError, match=r"MRR415: layer 2: .* did not make for this router"):
+            forward(chunk)
+
+
 def test_a_recompute_behind_its_session_is_compared_too():
     chunk = Chunk()
     chunk.around = reentrant

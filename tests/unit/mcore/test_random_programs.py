@@ -314,15 +314,6 @@ def nothing_is_left(chunk: Chunk) -> bool:
 
 
 def endings(seeds: range) -> dict[str, int]:
-    gc.collect()
-    gc.freeze()  # what other tests of this process loaded is not walked through in every program
-    try:
-        return _endings(seeds)
-    finally:
-        gc.unfreeze()
-
-
-def _endings(seeds: range) -> dict[str, int]:
     chunk = Chunk()
     counts: dict[str, int] = {}
     for seed in seeds:

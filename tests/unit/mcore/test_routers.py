@@ -17,7 +17,12 @@ from torch.utils import checkpoint as torch_checkpoints
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.mcore.core import hooks
-from megatron_router_replay.mcore.model.upstream import REQUIRED_SYMBOLS, TOPK_ORDER_FOLLOWS_GRAD
+from megatron_router_replay.mcore.model.upstream import (
+    INFERENCE_ROUTERS,
+    REQUIRED_SYMBOLS,
+    TOPK_FUNCTION,
+    TOPK_ORDER_FOLLOWS_GRAD,
+)
 from tests.unit.mcore.tiny_chunk import (
     AROUND,
     SCORES,
@@ -193,6 +198,17 @@ def test_a_private_name_that_is_gone_fails_at_install(monkeypatch, owner, name, 
     hooks.install()
     with mrr.freeze_recompute(Chunk()):
         pass
+
+
+def test_a_second_install_puts_no_hook_around_a_hook():
+    hooked = [
+        (TopKRouter, "routing"),
+        (router_module, TOPK_FUNCTION),
+        *((each, "forward") for each in INFERENCE_ROUTERS),
+    ]
+    before = [vars(owner)[name] for owner, name in hooked]
+    hooks.install()
+    assert [vars(owner)[name] for owner, name in hooked] == before
 
 
 def test_what_is_leant_on_is_what_is_used():

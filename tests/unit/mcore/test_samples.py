@@ -152,10 +152,10 @@ def test_positions_begin_a_segment_where_they_fall_to_0_and_not_where_they_stay_
 def test_a_mask_and_unpadded_lengths_both_end_a_segment() -> None:
     segments = Segments.of((1, 8), torch.tensor([0, 4, 8]), unpadded=torch.tensor([0, 3, 6]))
     mask = np.array([False, False, True, True, True, False, False, False])
-    bounded = segments.bound(mask)
+    bounded = segments.with_lengths(mask)
     # The mask ends the first one after 2 of its 3 tokens; the second one has 3, whatever the mask leaves.
     assert (bounded.start.tolist(), bounded.stop.tolist()) == ([0, 5, 8], [2, 7, 8])
-    assert segments.bound(np.zeros(8, bool)).stop.tolist() == [3, 7, 8]
+    assert segments.with_lengths(np.zeros(8, bool)).stop.tolist() == [3, 7, 8]
 
 
 # ---- random segments, compared with every reading that the table allows
@@ -259,7 +259,9 @@ def test_random_segments_are_read_as_a_search_of_all_readings_does(how: str) -> 
         tokens = np.array([token for segment in padded for token in segment], dtype=np.int64)
         if how == "bounded":
             bounds = [len(segment) for segment in segments]
-            layout = layout.bound(np.array([[at >= bound for at in range(length)] for bound in bounds]).flatten())
+            layout = layout.with_lengths(
+                np.array([[at >= bound for at in range(length)] for bound in bounds]).flatten()
+            )
         declared = {"bounded": None, "two tokens": [0, 1]}.get(how, [0])
         lookup = RowLookup(trace_of(samples), padding_token_ids=declared, cp_partition_mode=None)
         for at, (segment, found) in enumerate(zip(padded, read_all(lookup, layout, tokens))):

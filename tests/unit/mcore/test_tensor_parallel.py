@@ -53,6 +53,22 @@ def test_each_rank_records_its_part_and_knows_no_token_of_the_other(rank):
     assert torch.equal(as_map(trace.layer(2)[PARTS[rank]]), seen[0, 2][0])
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_forwards_of_a_recording_follow_one_another_by_all_their_tokens_on_each_rank(rank):
+    """The last row of a forward is on one rank alone."""
+    chunk, ids = chunk_of(rank), torch.cat([tokens(), tokens(seed=2)])
+    with watched(chunk) as seen, mrr.record(chunk, padding_token_ids=[]) as recording:
+        for number in (0, 1):
+            chunk(ids[2 * number : 2 * number + 2], number)
+    trace = recording.trace()
+    rows = torch.tensor(PARTS[rank])
+    here = torch.zeros(16, dtype=torch.bool)
+    here[torch.cat([rows, rows + 8])] = True
+    assert torch.equal(trace.replay_mask, here)
+    assert torch.equal(trace.token_ids, torch.where(here, ids.reshape(-1).to(torch.int32), -1))
+    assert torch.equal(as_map(trace.layer(2)[rows + 8]), seen[1, 2][0])
+
+
 def test_without_sequence_parallelism_each_rank_routes_all_tokens():
     chunk, trace = chunk_of(1, sequence_parallel=False), random_trace(8)
     with watched(chunk) as seen, mrr.replay(chunk, trace) as session:
