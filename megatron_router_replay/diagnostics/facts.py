@@ -156,7 +156,7 @@ class _Search:
         self.samples = Samples(b.sequence_lengths or a.sequence_lengths, b.num_tokens)
         self.first = max(0, min(counts.worst_row() - MAX_ROWS // 2, b.num_tokens - MAX_ROWS))
         # Rows of a that match lie in the same window: a search of all of a would read it once for each offset.
-        num_rows = min(max(a.num_tokens, b.num_tokens) - self.first, MAX_ROWS)
+        num_rows = min(max(a.num_tokens, b.num_tokens), MAX_ROWS)
         (self.ids_a, self.routed_a, self.tokens), (self.ids_b, self.routed_b, _) = (
             _read(s, self.first, num_rows) for s in (a, b)
         )

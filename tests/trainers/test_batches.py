@@ -7,7 +7,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_router_replay.errors import PayloadError, ReplayStateError
-from megatron_router_replay.trainers import ms_swift, nemo_rl, roll, token_layers
+from megatron_router_replay.trainers import miles, ms_swift, nemo_rl, replayer, roll, token_layers
 
 ROUTES = torch.arange(8).view(1, 8, 1, 1)
 """The route of each position is its number."""
@@ -120,3 +120,16 @@ def test_rolls_own_replay_is_as_before_after_a_pass_that_raised():
     with pytest.raises(ArithmeticError):
         run()
     assert strategy.enable_router_replay, "else later passes of ROLL would run live"
+
+
+@pytest.mark.parametrize("audits", [False, True])
+def test_of_miles_managers_that_of_routers_alone_is_off_and_none_under_an_audit(monkeypatch, audits):
+    """Its indexer's replay is a manager of the same class."""
+    of_routers, of_indexers = SimpleNamespace(registered=[]), SimpleNamespace(registered=[])
+    monkeypatch.setattr(miles, "_manager", lambda: of_routers)
+    monkeypatch.setattr(replayer, "_installed", [SimpleNamespace(audits=audits)])
+    for manager, is_off in ((of_routers, not audits), (of_indexers, False)):
+        miles._register(lambda self, module: self.registered.append(module), manager, "module")
+        assert manager.registered == ([] if is_off else ["module"])
+        topk = miles._choose_topk(lambda self, old: f"replay of {old}", manager, "top-k")
+        assert topk == ("top-k" if is_off else "replay of top-k")

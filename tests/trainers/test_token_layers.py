@@ -1,5 +1,7 @@
 """Token ids that travel with routes, as more layers."""
 
+import re
+
 import pytest
 import torch
 
@@ -33,6 +35,80 @@ def test_a_message_without_tokens_is_joined_with_the_others():
     nemo_rl._add_tokens(log, sample=0)
     values, ids = (torch.cat([message[name] for message in log]) for name in ("routed_experts", "token_ids"))
     assert torch.equal(token_layers.remove(values, ids, sample=0, at_least=5), torch.ones(5, 3, 2, dtype=torch.int16))
+
+
+def travelled(topk=2, rows=5, dtype=torch.int16):
+    """Six tokens, and the values of their first rows."""
+    ids = torch.tensor([0, 5, 255, 256, 70_000, 1_000_000])
+    return ids, token_layers.add((torch.arange(rows * 3 * topk) % 7).view(rows, 3, topk).to(dtype), ids, sample=4)
+
+
+def filled(values, rows, filler):
+    """Return values with rows of a trainer's filler at the end, as it pads a sample."""
+    topk = values.shape[2]
+    row = torch.arange(topk) if filler == "arange" else torch.full((topk,), filler)
+    return torch.cat([values, row.to(values.dtype).expand(rows, values.shape[1], topk)])
+
+
+@pytest.mark.parametrize("topk", [1, 2, 3, 8])
+@pytest.mark.parametrize("filler", [0, -1, "arange"])
+def test_rows_that_a_trainer_fills_have_no_route(topk, filler):
+    ids, values = travelled(topk)
+    routes = token_layers.remove(filled(values, 1, filler), ids, sample=4, at_least=5)
+    assert torch.equal(routes[:5], values[:, :3])
+    assert bool((routes[5:] == -1).all())
+
+
+@pytest.mark.parametrize("topk", [1, 2, 3, 8])
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (
+            lambda values: values[[0, 2, 1, 3, 4]],
+            "the routes at position 1, token 5, carry the id 255 (2 of 6 rows are so)",
+        ),
+        (lambda values: values[[1, 2, 3, 4]], "the routes at position 0, token 0, carry the id 5 (4 of 6 rows are so)"),
+        (
+            lambda values: values[:4],
+            "4 of 6 positions have one, 1 are needed, and the last row of the sample is missing",
+        ),
+        (
+            lambda values: values[:0],
+            "0 of 6 positions have one, 1 are needed, and the last row of the sample is missing",
+        ),
+        (
+            lambda values: torch.cat([values[:2], filled(values[:0], 1, -1), values[3:]]),
+            "4 of 6 positions have one, 1 are needed, and the last row of the sample is at position 4",
+        ),
+    ],
+)
+def test_rows_that_were_moved_or_lost_raise(topk, damage, text):
+    ids, values = travelled(topk)
+    values = damage(values)
+    with pytest.raises(PayloadError, match=rf"MRR802: sample 4: .*{re.escape(text)}"):
+        token_layers.remove(filled(values, 6 - len(values), -1), ids, sample=4)
+
+
+def test_too_few_rows_for_the_trained_tokens_raise_on_both_ways():
+    ids, values = travelled()
+    with pytest.raises(PayloadError, match=r"5 of 6 positions have one, 6 are needed, .* is at position 4"):
+        token_layers.remove(filled(values, 1, 0), ids, sample=4, at_least=6)
+    for rows, at_least in ((0, 0), (3, 4), (7, 1)):
+        routes = torch.zeros(rows, 3, 2, dtype=torch.int16)
+        with pytest.raises(PayloadError, match=rf"sample 4 has 6 tokens.* with {max(1, at_least)} rows at least"):
+            token_layers.add(routes, ids, sample=4, at_least=at_least)
+    assert len(token_layers.add(torch.zeros(3, 3, 2, dtype=torch.int16), ids, sample=4, at_least=3)) == 3
+
+
+@pytest.mark.parametrize("topk", [1, 2, 3, 8])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
+def test_metrics_tell_routes_with_ids_from_those_without(topk, dtype):
+    _, values = travelled(topk, dtype=dtype)
+    batch = torch.stack([filled(values, 2, 0), filled(values, 2, 0)])
+    routes = token_layers.without(batch)
+    assert torch.equal(routes, batch[..., :3, :])
+    assert (token_layers.are_in(batch), token_layers.are_in(routes)) == (True, False)
+    assert not token_layers.are_in(torch.zeros_like(batch))
 
 
 @pytest.mark.parametrize("topk", [1, 4])

@@ -29,12 +29,12 @@ class _Successor:
     """Routers without a session, of the same layers and sizes as a frozen model's.
 
     Args:
-        of: the source of the freeze, which lives as long as its model.
+        frozen: the source of the freeze, which lives as long as its model.
         sizes: of its routers.
         forwards: of such routers in training, since `log_every` logged a line.
     """
 
-    of: weakref.ref[FrozenRouters]
+    frozen: weakref.ref[FrozenRouters]
     sizes: set[_Sizes]
     forwards: int = 0
 
@@ -102,7 +102,7 @@ def _count_successor(router: Any) -> None:
         if _sizes_of(router) in successor.sizes:
             successor.forwards += 1
             # A frozen model that exists may train next, as an actor does after its critic; `log_every` sees both.
-            if successor.of() is None:
+            if successor.frozen() is None:
                 _successors.remove(successor)
                 _warn_of_successor("the frozen model no longer exists, and")
 

@@ -180,7 +180,7 @@ class RankJudgement:
         self._judge_single_rows()
         for number in self._rows:
             self._judge_experts(number)
-        self._layers = [*self._of_number.values(), *self._together(by_layer, by_microbatch)]
+        self._layers = [*self._of_number.values(), *self._sums_over_layers(by_layer, by_microbatch)]
         for layer in self._layers:
             self._judge_blocks(layer)
 
@@ -217,7 +217,7 @@ class RankJudgement:
         named = [(each.microbatch, each.shape, each.rows) for each in parts]
         return ComparedPlaces.of(named, rank=self._rank, trace=self._trace)
 
-    def _together(self, by_layer: Mapping[int, Any], by_microbatch: Mapping[Any, Any]) -> list[_Layer]:
+    def _sums_over_layers(self, by_layer: Mapping[int, Any], by_microbatch: Mapping[Any, Any]) -> list[_Layer]:
         """Return sums over layers: one for the micro-batches that compared the same several layers."""
         values: dict[Any, tuple[Any, Any]] = {}
         for number, parts in by_layer.items():

@@ -157,7 +157,7 @@ def test_a_token_is_named_also_where_its_rows_exchange_more_than_all_others():
     assert texts(diff_of(a, b, token_ids=ids), "token") == []
 
 
-def test_first_rows_that_agree_where_others_differ_are_stated():
+def test_first_rows_that_agree_where_others_differ_are_stated(monkeypatch):
     rows = torch.arange(ROWS)
     others = rows[rows % 40 > 0]
     a, b = changed(others[:195], layer=0)  # a half: ten first rows agree by chance once in 1,000
@@ -172,6 +172,13 @@ def test_first_rows_that_agree_where_others_differ_are_stated():
         "row that attends to no other row agrees: positions, the attention's queries or keys, or its mask differ"
         in (diff.conclusion)
     )
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "megatron_router_replay.diagnostics.facts.MAX_ROWS", 350
+        )  # rows 50 to 399, which begin in sample 1
+        assert texts(diff_of(a, b), "first_rows") == [
+            "the first rows of all 8 samples agree in every layer, and 33.33 % of the decisions of other rows differ."
+        ]
     # Samples that begin with one token have one first row, whose agreement is chance.
     a[rows % 40 == 0], b[rows % 40 == 0] = a[0].clone(), a[0].clone()
     b[others[::9]] = a[others[::9]]

@@ -238,6 +238,56 @@ def test_the_end_of_a_long_trace_is_searched_with_its_samples(monkeypatch):
     monkeypatch.setattr("megatron_router_replay.diagnostics.facts.MAX_ROWS", 400)
     a = routes_of(1400)
     b = a.clone()
-    b[1100:1180], b[1300:1400] = unrelated(80, seed=9), unrelated(100, seed=8)
-    text = "180 rows of samples 11, 13 of b are as unlike a's as unrelated rows, in all layers: "
-    assert facts_of(a, b, sequence_lengths=(100,) * 14) == [("nothing", f"{text}540 of 540 decisions that were read.")]
+    b[1010:1100], b[1110:1200] = unrelated(90, seed=9), unrelated(90, seed=8)
+    b[1232:1248], b[1328:1344] = a[1328:1344], a[1232:1248]
+    b[1236] = unrelated(1)
+    text = "180 rows of samples 10..11 of b are as unlike a's as unrelated rows, in all layers: "
+    facts = facts_of(a, b, sequence_lengths=(100,) * 12 + (16,) * 12 + (8,))
+    assert [fact for fact in facts if fact[0] != "first_rows"] == [
+        ("nothing", f"{text}540 of 540 decisions that were read."),
+        ("sample_order", "samples 14 and 20 of b changed places, in all layers: 93 of 96 decisions that were read."),
+    ]
+
+
+def test_a_sample_that_moved_is_found_beside_one_that_has_its_prompt():
+    a = routes_of(320)
+    a[256:286] = a[192:222]
+    b = a.clone()
+    b[:64], b[192:256] = a[192:256], a[:64]
+    text = "samples 0 and 3 of b changed places, in all layers: 384 of 384 decisions."
+    assert facts_of(a, b, sequence_lengths=(64,) * 5) == [("sample_order", text)]
+
+
+def test_unrelated_rows_after_moved_ones_begin_where_these_end():
+    a = routes_of(500)
+    b = a.clone()
+    b[100:200], b[200:320] = a[103:203], unrelated(120, seed=9)
+    assert facts_of(a, b) == [
+        ("nothing", "rows 200..319 of b are as unlike a's as unrelated rows, in all layers: 360 of 360 decisions."),
+        ("row", "rows 100..199 of b match a's rows 103..202 (3 rows later), in all layers: 300 of 300 decisions."),
+    ]
+
+
+def test_rows_that_moved_are_found_where_many_rows_are_alike():
+    a = routes_of(500, experts=4)
+    b = a.clone()
+    b[200:300] = a[207:307]
+    text = "rows 200..299 of b match a's rows 207..306 (7 rows later), in all layers: 300 of 300 decisions."
+    assert facts_of(a, b) == [("row", text)]
+
+
+def test_a_few_unrelated_rows_are_no_other_ids():
+    """Each of their experts occurs once or twice, so some map of ids fits them."""
+    a = make_trace(300, topk=1, num_experts=32).topk_indices
+    b = a.clone()
+    b[100:140] = make_trace(40, topk=1, num_experts=32, seed=9).topk_indices + 32
+    one, other = (mrr.RoutingTrace(topk_indices=ids, layer_numbers=(2, 3, 7), num_experts=64) for ids in (a, b))
+    text = "rows 100..139 of b are as unlike a's as unrelated rows, in all layers: 120 of 120 decisions."
+    assert [str(fact) for fact in mrr.diff_traces(one, other).facts] == [text]
+
+
+def test_experts_under_ids_in_no_order():
+    a = routes_of(600, experts=32)
+    order = torch.randperm(32, generator=torch.Generator().manual_seed(1)).to(a.dtype)
+    text = "all 600 rows of b name each expert by a different id, in all layers: 1,800 of 1,800 decisions."
+    assert facts_of(a, order[a.long()]) == [("names", text)]

@@ -212,6 +212,14 @@ def test_of_a_trace_that_is_read_in_blocks_the_rows_that_differ_most_are_searche
     )
 
 
+def test_samples_of_a_long_trace_that_changed_places_are_found_where_they_are(monkeypatch):
+    monkeypatch.setattr("megatron_router_replay.diagnostics.facts.MAX_ROWS", 950)
+    pair = noisy_pair(0.02, 4, 32)
+    pair.b[sample(5)], pair.b[sample(8)] = pair.b[sample(8)].clone(), pair.b[sample(5)].clone()
+    (fact,) = pair.diff().facts  # rows 37 to 986 are searched
+    assert fact.text.startswith("samples 5 and 8 of b changed places, in all layers: ")
+
+
 @pytest.mark.parametrize(("rows", "stated"), [(8, []), (48, [(100, 147)])])
 def test_a_few_rows_are_no_fact(rows, stated):
     pair = noisy_pair(0.0, 4, 32)

@@ -289,10 +289,16 @@ def test_a_freeze_warns_where_a_rebuilt_model_trains_in_place_of_its_own(around,
     for each in (model, rebuilt, reference, other):
         each.around = around
     freeze = mrr.freeze_recompute(model)
+    lines()
+    freeze.log_every(1)
     step(model)
     step(rebuilt)  # as a critic does after its actor
     freeze.log_every(1)
-    assert warnings() == []
+    recomputes = 3 * (around is reentrant)
+    assert lines() == [
+        ("INFO", "freeze_recompute, step 1: 0 forwards and 0 recomputes since the last line"),
+        ("INFO", f"freeze_recompute, step 2: 3 forwards and {recomputes} recomputes since the last line"),
+    ]
     # None of these trains as the frozen model did.
     with torch.no_grad():
         reference(tokens())
@@ -318,6 +324,16 @@ def test_a_freeze_warns_where_a_rebuilt_model_trains_in_place_of_its_own(around,
     )
     step(rebuilt)
     assert warnings() == []
+
+
+def test_a_freeze_warns_also_after_a_different_one_was_closed(lines):
+    model, critic, rebuilt = Chunk(), Chunk(moe_router_topk=3), Chunk()
+    with mrr.freeze_recompute(model) as freeze:
+        mrr.freeze_recompute(critic).close()
+        step(rebuilt)
+        freeze.log_every(1)
+    (warning,) = [text for level, text in lines() if level == "WARNING"]
+    assert "ran no forward since the last line, and 3 forwards" in warning
 
 
 def test_a_freeze_that_close_sessions_ended_warns_of_no_later_model(lines):
