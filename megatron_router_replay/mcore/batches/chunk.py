@@ -240,7 +240,9 @@ class Chunk:
         self._microbatches = weakref.proxy(microbatches)
         self._wrap("forward", lambda inputs: self._microbatches.on_forward(self, inputs), is_running=True)
         if hasattr(self.module, "build_schedule_plan"):  # its layers run later, outside of a forward of the module
-            self._wrap("build_schedule_plan", lambda inputs: self._microbatches.follow(self, inputs), is_running=False)
+            self._wrap(
+                "build_schedule_plan", lambda inputs: self._microbatches.look_up_rows(self, inputs), is_running=False
+            )
 
     def _wrap(self, name: str, begin: Callable[[ForwardInputs], None], *, is_running: bool) -> None:
         """Wrap a method of the module: `begin` gets the inputs of each call, after every hook on the module."""
