@@ -199,6 +199,7 @@ class Chunk:
             self._finish_if_routed()
 
     def _finish_if_routed(self) -> None:
+        """Count the current micro-batch and free its tensors, once all of its routers have run."""
         current = self.current
         if current is None or self._is_done or not current.is_routed:
             return
