@@ -237,15 +237,15 @@ def install() -> None:
             inference_router.forward = _inference_hook(inference_router.forward)
     if not is_hook(topk):
         setattr(router_module, TOPK_FUNCTION, _topk_hook(topk))
-    tape.before_run = _check_routing
+    tape.before_run = check_routing
 
 
 def _wraps_routing() -> bool:
     return hasattr(TopKRouter.routing, "is_hook") and is_hook(getattr(router_module, TOPK_FUNCTION))
 
 
-def _check_routing() -> None:
-    """Raise if routers no longer pass the hooks; a run of a checkpoint asks nothing more, because many run in a step."""
+def check_routing() -> None:
+    """Raise if routers no longer pass the hooks; runs of checkpoints and rows by hand ask nothing more, for a step has many."""
     if not _wraps_routing() and (dispatch.held_routers or active):
         check_installed()
 

@@ -149,7 +149,8 @@ class Agreement:
             replayed: [n, topk] int64.
             counts: [n] bool, True: the row is replayed; None: all are.
         """
-        self._row_sharing = chunk.row_sharing
+        if not self._compared:
+            self._row_sharing = chunk.row_sharing  # the same for all chunks of a rank
         scores = request.scores.detach()
         values, ranked = scores.topk(self.width, dim=1)
         # Each row's levels of all experts, [2, n, num_experts]: live, and near. An expert with the same score as the last

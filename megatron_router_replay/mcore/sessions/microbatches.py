@@ -129,7 +129,7 @@ class Microbatches:
                 "MRR407: rows were given in a backward, and no forward runs there: call "
                 "session.microbatch(rows, model) right before each forward."
             )
-        hooks.check_installed()
+        hooks.check_routing()
         hooks.check_runs_python("a micro-batch that is given")  # before CUDA refuses the memory that it takes
         chunk = self._find_chunk(model)
         inputs = RowInputs.checked(rows, token_ids=token_ids, padding=padding)
