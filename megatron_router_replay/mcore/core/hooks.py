@@ -245,7 +245,7 @@ def _wraps_routing() -> bool:
 
 
 def check_routing() -> None:
-    """Raise if routers no longer pass the hooks; runs of checkpoints and rows by hand ask nothing more, for a step has many."""
+    """Raise if routers no longer pass the hooks; runs of checkpoints and rows by hand ask no more, for they are many."""
     if not _wraps_routing() and (dispatch.held_routers or active):
         check_installed()
 
