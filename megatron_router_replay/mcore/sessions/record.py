@@ -80,17 +80,18 @@ class RecordedRoutes(Strategy):
                 "Give rows for all forwards of a recording, or for none."
             )
         check_padding(inputs)
-        check_range(inputs.rows, _MAX_ROWS)
+        check_range(inputs, _MAX_ROWS)
         if inputs.rows.numel():
             # Of the whole batch: this rank may route a part of it. Last, because rows that were refused lengthen no trace.
-            self._highest.append(int(inputs.rows.max()))
+            self._highest.append(inputs.highest)
 
     def find(self, chunk: Chunk, inputs: ForwardInputs) -> RowInputs | None:
         """Return the tokens of a forward, numbered from 0 in the order of its samples; None: rows are given by hand."""
         if self.has_rows_by_hand:
             return None  # the chunk raises, because rows are missing
-        self.numbers_itself = True
-        return number_tokens(self._reader, chunk.module, inputs, f"{chunk.where}, micro-batch {chunk.num_begun}")
+        found = number_tokens(self._reader, chunk.module, inputs, f"{chunk.where}, micro-batch {chunk.num_begun}")
+        self.numbers_itself = True  # not before: the error of a forward without tokens advises rows by hand
+        return found
 
     def make_microbatch(self, chunk: Chunk, inputs: RowInputs) -> Microbatch:
         """Return the micro-batch that keeps the experts of these rows."""

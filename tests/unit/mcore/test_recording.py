@@ -191,6 +191,17 @@ def test_rows_that_were_refused_do_not_lengthen_the_recording():
     assert recording.trace().num_tokens == 8
 
 
+def test_rows_by_hand_are_taken_after_a_forward_whose_tokens_were_refused():
+    """As the error of a forward without input_ids advises."""
+    chunk = Chunk()
+    with mrr.record(chunk) as recording:
+        with pytest.raises(LayoutError, match="MRR207"):
+            chunk(tokens())
+        recording.microbatch(ROWS)
+        chunk(tokens())
+    assert recording.trace().replay_mask.tolist() == [True] * 8
+
+
 # ---- a recording that numbers tokens itself
 
 
