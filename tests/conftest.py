@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 # Before torch is loaded. Its tensors are tiny here, and idle OpenMP threads that spin take the processor from the workers.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# torch looks up the name of each address that a store connects to, 127.0.0.1 too, and a nameserver that gets a dozen
+# questions at once may drop some; each would wait 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
 settings.register_profile("any machine", deadline=None)  # a busy machine is no reason to fail
 settings.load_profile("any machine")
 
