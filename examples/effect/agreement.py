@@ -22,6 +22,7 @@ from torch import Tensor
 
 from examples.effect import small_moe
 from examples.effect.small_moe import Network, Shape, text, top_k, with_loops
+from megatron_router_replay.mcore.core.call import TopKRequest
 from megatron_router_replay.mcore.sessions.agreement import Agreement
 from megatron_router_replay.mcore.sessions.blocks import EVIDENCE
 from megatron_router_replay.mcore.sessions.verdict import judge
@@ -47,8 +48,11 @@ def compared(
         Agreement(topk=shape.topk, num_experts=experts, num_layers=num_layers, every_layer=False, rank=rank)
         for rank in range(ranks)
     ]
-    live = top_k(scores, shape)
     chunk: Any = SimpleNamespace(index=0, row_sharing=(0, ranks, 0))
+
+    def live_topk(scores: Tensor, topk: int, **groups: Any) -> tuple[Tensor, Tensor]:
+        return scores, top_k(scores, shape)
+
     for number in range(microbatches):
         some = slice(number * num_samples // microbatches, (number + 1) * num_samples // microbatches)
         for layer in range(num_layers) if not number else [(number - 1) % num_layers]:
@@ -57,12 +61,11 @@ def compared(
                 microbatch: Any = SimpleNamespace(
                     number=number, shape=(len(positions), some.stop - some.start), rows=None
                 )
-                of_scores, of_live, of_replayed = (
-                    each[layer, some][:, positions].transpose(0, 1).flatten(0, 1) for each in (scores, live, replayed)
+                of_scores, of_replayed = (
+                    each[layer, some][:, positions].transpose(0, 1).flatten(0, 1) for each in (scores, replayed)
                 )
-                agreement.add(
-                    microbatch, chunk, layer + 1, scores=of_scores, live=of_live, replayed=of_replayed, counts=None
-                )
+                request = TopKRequest(of_scores, shape.topk, *(shape.groups or (None, None)), live_topk)
+                agreement.add(microbatch, chunk, layer + 1, request=request, replayed=of_replayed, counts=None)
     return made
 
 

@@ -53,20 +53,16 @@ class ForwardInputs:
 
 
 @lru_cache(maxsize=16)  # every micro-batch reads the same signature
-def _signature(forward: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(forward)
+def _positional_names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of the arguments that may be given by position, `self` among them."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(name for name, each in inspect.signature(forward).parameters.items() if each.kind in kinds)
 
 
 def read_inputs(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> ForwardInputs:
     """Return the ForwardInputs of a call of a module, by name or by position."""
-    signature = _signature(type(module).forward)
-    try:
-        named = signature.bind_partial(module, *args, **kwargs).arguments
-    except TypeError:  # the forward itself raises it
-        named = dict(kwargs)
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            named = named | named.get(name, {})
+    # One that is given twice, or too many of them: the forward itself raises.
+    named = dict(zip(_positional_names(type(module).forward)[1:], args)) | kwargs
     ids, position_ids = named.get("input_ids"), named.get("position_ids")
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_nested or ids.dim() not in (1, 2):
         ids = None

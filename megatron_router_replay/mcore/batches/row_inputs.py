@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,21 +13,7 @@ from megatron_router_replay.errors import LayoutError
 from megatron_router_replay.mcore.core.streams import to_host
 
 
-def check_range(rows: Tensor, num_tokens: int) -> bool:
-    """Check the range of rows on the host; return whether some are -1.
-
-    Raises:
-        LayoutError: a row is below -1, or num_tokens or more.
-    """
-    if not rows.numel():
-        return False
-    lowest, highest = map(int, rows.aminmax())
-    if lowest < -1 or highest >= num_tokens:
-        raise LayoutError(f"MRR202: rows reach outside the trace's rows 0..{num_tokens - 1}; padding is -1.")
-    return lowest < 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class RowInputs:
     """The rows of a forward, given by hand or found by its tokens.
 
@@ -37,6 +23,9 @@ class RowInputs:
         padding: [b, s] bool; None: not given.
         num_ambiguous: segments that several samples fit; 0 of rows by hand.
         lengths: [S] int64, tokens of each sample that a recording numbers itself; None: rows by hand, or of a trace.
+
+    Attributes:
+        lowest, highest: of the rows; 0 and -1 if there are none.
     """
 
     rows: Tensor
@@ -44,6 +33,12 @@ class RowInputs:
     padding: Tensor | None
     num_ambiguous: int = 0
     lengths: Tensor | None = None
+    lowest: int = field(init=False)
+    highest: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        values = self.rows.numpy()  # faster than torch with as few as a batch has
+        self.lowest, self.highest = (int(values.min()), int(values.max())) if values.size else (0, -1)
 
     @classmethod
     def checked(cls, rows: Any, *, token_ids: Any, padding: Any) -> RowInputs:
@@ -69,10 +64,10 @@ class RowInputs:
             if values is not None and values.shape != rows.shape:
                 raise LayoutError(f"MRR201: rows {list(rows.shape)} and {name} {list(values.shape)} differ in shape.")
         as_2d = (1, -1) if rows.dim() == 1 else rows.shape
-        given = (rows, tokens, mask)
         # A copy also of those on the host, because trainers reuse their buffers.
         copied: list[Any] = [
-            None if array is None else torch.from_numpy(array.copy()).reshape(as_2d) for array in to_host(given)
+            None if array is None else torch.from_numpy(array.copy().reshape(as_2d))
+            for array in to_host((rows, tokens, mask))
         ]
         return cls(rows=copied[0], token_ids=copied[1], padding=copied[2])
 
@@ -84,3 +79,13 @@ def check_padding(inputs: RowInputs) -> None:
             "MRR203: a position with padding=True has a routing row: mask and rows moved apart, or the mask is "
             "inverted (True is padding) or a loss mask."
         )
+
+
+def check_range(inputs: RowInputs, num_tokens: int) -> None:
+    """Check the range of rows.
+
+    Raises:
+        LayoutError: a row is below -1, or num_tokens or more.
+    """
+    if inputs.lowest < -1 or inputs.highest >= num_tokens:
+        raise LayoutError(f"MRR202: rows reach outside the trace's rows 0..{num_tokens - 1}; padding is -1.")

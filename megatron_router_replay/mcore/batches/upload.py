@@ -59,11 +59,13 @@ class KeptLayer:
 
     def __init__(self, routes: LayerRoutes, position: int) -> None:
         self._routes, self._position = routes, position
-        self.dtype, self.shape = routes.topk_indices.dtype, routes.topk_indices[:, position].shape
+        num_tokens, _, topk = routes.topk_indices.shape
+        self.dtype, self.shape = routes.topk_indices.dtype, (num_tokens, topk)
 
     def to(self, dtype: torch.dtype) -> Tensor:
         """Return [num_tokens, topk]; `RoutingCall` requests int64, which costs nothing."""
-        return self._routes.layer(self._position).to(dtype)
+        layer = self._routes.layer(self._position)
+        return layer if dtype is torch.int64 else layer.to(dtype)
 
 
 def take_rows(topk_indices: Tensor, rows: Tensor, device: torch.device) -> Tensor:

@@ -69,9 +69,24 @@ class RouterCounts(Counts):
         topk_again: the dispatcher takes a top-k of the probabilities; count the tokens for which it may find other experts.
         balance_off: calls of this router neither update the expert bias nor add an auxiliary loss.
         dtype: of the indices that a tape keeps.
+
+    Attributes:
+        forwards, recomputes: calls of the router.
+        recomputed: rows of its recomputes, if flips are counted.
     """
 
-    __slots__ = ("balance_off", "counts_flips", "dtype", "topk_again", "verify", "verify_entering", "verify_routing")
+    __slots__ = (
+        "balance_off",
+        "counts_flips",
+        "dtype",
+        "forwards",
+        "recomputed",
+        "recomputes",
+        "topk_again",
+        "verify",
+        "verify_entering",
+        "verify_routing",
+    )
 
     def __init__(
         self,
@@ -87,6 +102,9 @@ class RouterCounts(Counts):
         self.topk_again, self.balance_off, self.dtype = topk_again, balance_off, dtype
         self.counts_flips, self.verify, self.verify_routing = flips, verify, verify_routing
         self.verify_entering = verify and not verify_routing
+        # Outside of `add` and its lock, because every call counts: Python switches threads at calls and jumps, and there is
+        # none within `counter.forwards += 1`.
+        self.forwards = self.recomputes = self.recomputed = 0
 
 
 class TopKRequest(NamedTuple):

@@ -34,13 +34,12 @@ class Counts:
         """Add to counts by name; scalars, of which a bool counts as 0 or 1."""
         with self._lock:
             for name, count in counts.items():
-                if isinstance(count, Tensor) and count.device.type != "cpu":
-                    stream = current_stream(count.device) if count.is_cuda else None
-                    self._pending.append((name, count, stream))
-                else:
+                if isinstance(count, int) or count.device.type == "cpu":
                     self._counts[name] = self._counts.get(name, 0) + int(count)
-            if len(self._pending) > self._limit:
-                self._add_up()
+                    continue
+                self._pending.append((name, count, current_stream(count.device) if count.is_cuda else None))
+                if len(self._pending) > self._limit:
+                    self._add_up()
 
     def _add_up(self) -> None:
         by_name: dict[str, list[Tensor]] = {}

@@ -25,71 +25,67 @@ from torch._compile import _disable_dynamo
 
 from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.mcore.core import tape
-from megatron_router_replay.mcore.core.call import count_wrong
+from megatron_router_replay.mcore.core.call import RouterCounts, count_wrong
 from megatron_router_replay.mcore.model.upstream import DISPATCH_METHOD
 
+TensorIdentity = tuple[
+    weakref.ref[Tensor], weakref.ref[Any], int, torch.Size, tuple[int, ...], torch.dtype, int | Tensor
+]
+"""What is kept of a tensor that left a router: (the tensor, its storage, its address, shape, strides, dtype, how often it was
+written to). The first two are weak, for a forward that fails must not keep its graph; of an inference tensor, which counts no
+writes, the last one is a copy."""
 
-class TensorIdentity(NamedTuple):
-    """Identify a tensor that left a router, without the tensor: a forward that fails must not keep its graph.
 
-    Args:
-        storage: weak.
-        version: how often it was written to; a copy of an inference tensor, which counts nothing.
-    """
+def identity_of(tensor: Tensor) -> TensorIdentity:
+    """Return the identity of a tensor."""
+    return (
+        weakref.ref(tensor),
+        weakref.ref(tensor.untyped_storage()),
+        tensor.data_ptr(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.clone() if tensor.is_inference() else tensor._version,
+    )
 
-    storage: weakref.ref[Any]
-    address: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    version: int | Tensor
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> TensorIdentity:
-        """Return the identity of a tensor."""
-        return cls(
-            weakref.ref(tensor.untyped_storage()),
-            tensor.data_ptr(),
-            tensor.shape,
-            tensor.stride(),
-            tensor.dtype,
-            tensor.clone() if tensor.is_inference() else tensor._version,
-        )
+def is_same(entering: Tensor, identity: TensorIdentity) -> bool:
+    """Return whether a tensor is that one, or the same memory read alike."""
+    tensor, storage, address, shape, stride, dtype, _ = identity
+    if entering.data_ptr() != address:
+        return False
+    # Not the tensors alone, because autograd hands on aliases where a module has a full backward hook. While a storage
+    # lives, no different tensor can have its address.
+    return entering is tensor() or (
+        entering.untyped_storage() is storage()
+        and entering.shape == shape
+        and entering.stride() == stride
+        and entering.dtype is dtype
+    )
 
-    def is_of(self, entering: Tensor) -> bool:
-        """Return whether a tensor is this memory, read alike."""
-        # Not the tensors, because autograd hands on aliases where a module has a full backward hook. While a storage lives,
-        # no different tensor can have its address.
-        return (
-            entering.data_ptr() == self.address
-            and entering.untyped_storage() is self.storage()
-            and entering.shape == self.shape
-            and entering.stride() == self.stride
-            and entering.dtype is self.dtype
-        )
 
-    def is_unwritten(self, entering: Tensor) -> bool:
-        """Return whether this memory was not written to since; on a CUDA device an assertion follows instead."""
-        if not isinstance(self.version, Tensor):
-            return bool(entering._version == self.version)
-        same = (entering == self.version).all()
-        if same.device.type == "cpu":
-            return bool(same)
-        torch._assert_async(same, "a routing map or probabilities were written to between a router and its dispatcher")
-        return True
+def is_unwritten(entering: Tensor, identity: TensorIdentity) -> bool:
+    """Return whether the same tensor was not written to since; on a CUDA device an assertion follows instead."""
+    version = identity[-1]
+    if isinstance(version, int):
+        return entering._version == version
+    same = (entering == version).all()
+    if same.device.type == "cpu":
+        return bool(same)
+    torch._assert_async(same, "a routing map or probabilities were written to between a router and its dispatcher")
+    return True
 
 
 class Left(NamedTuple):
     """Identify the outputs of a router's call, for its token dispatcher.
 
     Args:
-        counter, used: arguments of `count_wrong`; None: the map is not verified.
+        verified: (counts, experts), for `count_wrong`; None: the map is not verified.
     """
 
     routing_map: TensorIdentity
     probs: TensorIdentity
-    counter: Any = None
-    used: Tensor | None = None
+    verified: tuple[RouterCounts, Tensor] | None
 
 
 class _Thread(threading.local):
@@ -150,17 +146,15 @@ def _check(dispatcher: Any, routing_map: Tensor, probs: Tensor) -> None:
                 "must call on; import megatron_router_replay.mcore before you wrap a method of the class."
             )
         return
-    for what, entering, identity in (
-        ("another routing map", routing_map, left.routing_map),
-        ("other probabilities", probs, left.probs),
-    ):
-        same = identity.is_of(entering)
-        if not (same and identity.is_unwritten(entering)):
+    for entering, identity in ((routing_map, left.routing_map), (probs, left.probs)):
+        if not (is_same(entering, identity) and is_unwritten(entering, identity)):
+            what = "another routing map" if entering is routing_map else "other probabilities"
             raise ReplayStateError(
                 f"MRR415: {tape.layer_of(router)}: its token dispatcher got {what} than left the router"
-                f"{' (written in place)' if same else ''}. A hook, wrapper or module between the two may read both "
-                "tensors; it must hand them on, and not change or copy them."
+                f"{' (written in place)' if is_same(entering, identity) else ''}. A hook, wrapper or module between the two "
+                "may read both tensors; it must hand them on, and not change or copy them."
             )
-    if left.used is not None:
-        left.counter.add(maps=1)
-        count_wrong(left.counter, left.used, routing_map)
+    if left.verified is not None:
+        counter, used = left.verified
+        counter.add(maps=1)
+        count_wrong(counter, used, routing_map)

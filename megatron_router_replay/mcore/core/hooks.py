@@ -46,6 +46,8 @@ from megatron_router_replay.mcore.model.upstream import (
     inference_refusals,
 )
 
+_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
+
 _sources: WeakKeyDictionary[Any, list[RoutingSource]] = WeakKeyDictionary()
 """Every router that was ever registered, until `forget` -> its sources, the innermost last.
 
@@ -117,7 +119,10 @@ def routing_call(router: Any, sources: Sequence[RoutingSource], shape: torch.Siz
     if run is not None:
         entry = run.next(router, getattr(router, REPLAY_ARGUMENT, None))
         if entry.router is router and entry.topk_indices is not None:
-            entry.counter.add(recomputes=1, recomputed=entry.topk_indices.shape[0])
+            entry.counter.recomputes += 1
+            if entry.counter.counts_flips:
+                num_rows = entry.topk_indices.shape[0]
+                entry.counter.recomputed += num_rows
             return RoutingCall(router, entry.counter, recompute_of=entry, in_order=entry.in_order), is_written
         if sources:
             raise ReplayStateError(
@@ -141,7 +146,7 @@ def routing_call(router: Any, sources: Sequence[RoutingSource], shape: torch.Siz
         if microbatch is not None or is_written or counter.verify or counter.balance_off:
             call = RoutingCall(router, counter, source=sources[-1], microbatch=microbatch, is_written=is_written)
             return call, is_written
-        counter.add(forwards=1)  # live, and no recompute follows
+        counter.forwards += 1  # live, and no recompute follows
     else:
         _count_unregistered(router)
     return None, is_written
@@ -189,25 +194,30 @@ def check_runs_python(caller: Any) -> None:
     Raises:
         ReplayStateError: a CUDA graph is captured; make_fx, torch.export or torch.jit.trace traces; compiled autograd is on.
     """
-    reason = ""
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")  # slow to import; loaded wherever it traces
+    reason = ""
     if compiled is not None and compiled.in_compiled_autograd_region:
         reason = (
             ": recomputes look like forwards under compiled autograd: turn it off "
             "(torch._dynamo.config.compiled_autograd = False)"
         )
-    is_captured = torch._C._is_tracing() or (
-        torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
-    )
-    # make_fx and torch.export trace in a mode of the dispatcher, or of the operators above autograd.
-    if torch._C._len_torch_dispatch_stack() or torch._ops._len_torch_dispatch_stack_pre_dispatch():  # type: ignore[no-untyped-call]
-        proxy_tensor = sys.modules.get("torch.fx.experimental.proxy_tensor")
-        is_captured |= proxy_tensor is not None and proxy_tensor.get_proxy_mode() is not None
-    if is_captured:
+    elif (
+        torch._C._is_tracing()
+        or _is_in_proxy_mode()
+        or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
+    ):
         reason = " is captured into a graph, which would repeat the routes of the capture. Leave routers out of graphs"
     if reason:
         name = caller if isinstance(caller, str) else tape.layer_of(caller)
         raise ReplayStateError(f"MRR416: {name}{reason}.")
+
+
+def _is_in_proxy_mode() -> bool:
+    """Return whether make_fx or torch.export traces: in a mode of the dispatcher, or of the operators above autograd."""
+    if not (torch._C._len_torch_dispatch_stack() or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)):
+        return False
+    proxy_tensor = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    return proxy_tensor is not None and proxy_tensor.get_proxy_mode() is not None
 
 
 # ---- the hooks themselves
@@ -227,15 +237,15 @@ def install() -> None:
             inference_router.forward = _inference_hook(inference_router.forward)
     if not is_hook(topk):
         setattr(router_module, TOPK_FUNCTION, _topk_hook(topk))
-    tape.before_run = _check_routing
+    tape.before_run = check_routing
 
 
 def _wraps_routing() -> bool:
     return hasattr(TopKRouter.routing, "is_hook") and is_hook(getattr(router_module, TOPK_FUNCTION))
 
 
-def _check_routing() -> None:
-    """Raise if routers no longer pass the hooks; a run of a checkpoint asks nothing more, because many run in a step."""
+def check_routing() -> None:
+    """Raise if routers no longer pass the hooks; runs of checkpoints and rows by hand ask no more, for they are many."""
     if not _wraps_routing() and (dispatch.held_routers or active):
         check_installed()
 
@@ -269,11 +279,13 @@ def _routing_hook(original: Any) -> Any:
     @_disable_dynamo
     def routing(self: Any, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         sources = _sources.get(self)
-        if sources is not None:
+        if sources is None:
+            return _pass_on(original, self, logits, *args, **kwargs)
+        if not sources:
             # The call before entered no dispatcher, if it was a recompute of the router alone, or failed after the routing.
             dispatch.thread.left.pop(id(self), None)
-        if sources is None or (not sources and _is_left_to(getattr(self, REPLAY_ARGUMENT, None))):
-            return _pass_on(original, self, logits, *args, **kwargs)
+            if _is_left_to(getattr(self, REPLAY_ARGUMENT, None)):
+                return _pass_on(original, self, logits, *args, **kwargs)
         call, is_written = routing_call(self, sources, logits.shape[:-1])
         outer, current.call = current.call, call
         try:
@@ -294,15 +306,16 @@ def _routing_hook(original: Any) -> Any:
         if is_written:
             tape.write(Entry(self, None) if call is None else call.entry())
         if call is not None and call.source is not None:
-            call.counter.add(forwards=1)
+            call.counter.forwards += 1
             call.source._on_routed(call)
         if sources or call is not None:
-            verified = call if call is not None and call.counter.verify_entering else None
+            verified = None
+            if call is not None and call.counter.verify_entering:
+                assert call.used is not None, "it was requested"
+                verified = call.counter, call.used
             try:
                 dispatch.thread.left[id(self)] = dispatch.Left(
-                    dispatch.TensorIdentity.of(routing_map),
-                    dispatch.TensorIdentity.of(probs),
-                    *(() if verified is None else (verified.counter, verified.used)),
+                    dispatch.identity_of(routing_map), dispatch.identity_of(probs), verified
                 )
             except NotImplementedError as error:  # tensors of torch.func have no storage
                 raise ReplayStateError(

@@ -279,39 +279,41 @@ def as_targets(targets: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
     Raises:
         TraceError: not two-dimensional integers, an id is negative, or a row names an expert twice.
     """
-    copies = [_copied(target) for target in targets]
-    stacked: dict[Any, list[int]] = {}
-    for position, target in enumerate(copies):
-        stacked.setdefault((target.shape, target.dtype, target.device), []).append(position)
-    second_copies = list(copies)
-    for positions in stacked.values():
-        # One check of all layers, because each step is a launch; the stack is their second copy.
-        stack = torch.stack([copies[position] for position in positions])
-        ordered = stack.sort(dim=2).values
-        wrong = (ordered[..., 1:] == ordered[..., :-1]).any(dim=2) | (ordered < 0).any(dim=2)
+    given = [_as_target(target) for target in targets]
+    alike: dict[Any, list[int]] = {}
+    for position, target in enumerate(given):
+        alike.setdefault((target.shape, target.dtype, target.device), []).append(position)
+    copies: list[Any] = [None] * len(given)
+    for positions in alike.values():
+        # Copies, because a trainer may write its next micro-batch into the same buffer before this one is recomputed; all
+        # layers at once, because each step is a launch.
+        first = torch.stack([given[position] for position in positions])
+        second = first.clone()
+        ordered = first.sort(dim=2).values
+        is_right = (ordered[..., 1:] > ordered[..., :-1]).all() & (ordered[..., :1] >= 0).all()
         largest: list[int | None] = [None] * len(positions)
-        if wrong.is_cuda:
-            torch._assert_async(~wrong.any(), "a negative or repeated expert id in a replay target")
-        elif bool(wrong.any()):
+        if is_right.is_cuda:
+            torch._assert_async(is_right, "a negative or repeated expert id in a replay target")
+        elif not bool(is_right):
+            wrong = (ordered[..., 1:] == ordered[..., :-1]).any(dim=2) | (ordered < 0).any(dim=2)
             layer, row = wrong.nonzero()[0].tolist()
             raise TraceError(
-                f"MRR103: row {row} of the replay target is {stack[layer][row].tolist()}: ids must be distinct and not "
+                f"MRR103: row {row} of the replay target is {first[layer][row].tolist()}: ids must be distinct and not "
                 "negative; rows without a route are for a session, which lets the live router decide them."
             )
         elif ordered.numel():
-            largest = ordered.flatten(1).amax(dim=1).tolist()
-        for position, second, largest_id in zip(positions, stack, largest):
-            second_copies[position] = second
-            for target in (copies[position], second):
+            largest = ordered[..., -1].amax(dim=1).tolist()
+        for position, pair, largest_id in zip(positions, zip(first.unbind(), second.unbind()), largest):
+            copies[position] = pair
+            for target in pair:
                 # An inference tensor has no version, and is checked at each use.
                 setattr(target, _CHECKED, (None if target.is_inference() else target._version, largest_id))
-    return list(zip(copies, second_copies))
+    return copies
 
 
-def _copied(topk_indices: Any) -> Tensor:
+def _as_target(topk_indices: Any) -> Tensor:
     try:
-        # A copy: a trainer may write its next micro-batch into the same buffer before this one is recomputed.
-        target = torch.as_tensor(topk_indices).detach().clone()
+        target = torch.as_tensor(topk_indices).detach()
     except (TypeError, ValueError, RuntimeError) as error:
         raise TraceError(
             f"MRR417: a replay target must be [num_tokens, topk] integers, got {type(topk_indices).__name__}: {error}"

@@ -42,18 +42,20 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 
 def to_host(values: Sequence[Tensor | None]) -> list[Any]:
     """Return integers and masks as arrays on the host, int64 or bool; all that are on a GPU come in one copy, in one wait."""
-    above = [each for each in values if each is not None and each.device.type != "cpu"]
+    above = [each for each in values if each is not None and not each.is_cpu]
     flat = [each.flatten().to(torch.int64) for each in above]
-    copied = (flat[0] if len(flat) == 1 else torch.cat(flat)).cpu() if flat else torch.empty(0)
+    copied = (flat[0] if len(flat) == 1 else torch.cat(flat)).cpu() if flat else None
     found: list[Any] = []
     at = 0
     for each in values:
         if each is None:
             found.append(None)
             continue
-        own = each.detach()
-        if each.device.type != "cpu":
+        own = each
+        if copied is not None and not each.is_cpu:
             own = copied[at : at + each.numel()].view(each.shape)
             at += each.numel()
-        found.append(own.to(torch.bool if each.dtype is torch.bool else torch.int64).numpy())
+        if own.dtype is not torch.bool and own.dtype is not torch.int64:
+            own = own.to(torch.bool if each.dtype is torch.bool else torch.int64)
+        found.append(own.numpy())
     return found

@@ -68,7 +68,7 @@ REQUIRED_SYMBOLS: tuple[tuple[Any, str, str], ...] = (
         "maps in token dispatchers are not compared with the routers' experts",
     ),
     (torch._C, "_is_tracing", "routers that torch.jit.trace captures are not refused"),
-    (torch._ops, "_len_torch_dispatch_stack_pre_dispatch", "routers that torch.export captures are not refused"),
+    (torch._C, "_dispatch_tls_is_dispatch_key_included", "routers that torch.export captures are not refused"),
     (distributed_c10d, "_get_default_store", "ranks cannot exchange their numbers at the end of a session"),
     (TopKRouter, "_apply_expert_bias", "balance='off' leaves no expert bias out"),
     (TopKRouter, "is_aux_loss_enabled", "balance='off' leaves no auxiliary loss out"),

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.batches.microbatch import Microbatch
+from megatron_router_replay.mcore.core.call import TopKRequest
 from megatron_router_replay.mcore.core.streams import current_stream, follow
 from megatron_router_replay.mcore.sessions.blocks import EVIDENCE
 from megatron_router_replay.mcore.sessions.verdict import (
@@ -137,26 +138,32 @@ class Agreement:
         chunk: Chunk,
         layer: int,
         *,
-        scores: Tensor,
-        live: Tensor,
+        request: TopKRequest,
         replayed: Tensor,
         counts: Tensor | None,
     ) -> None:
         """Compare a layer of a micro-batch, without device synchronization.
 
         Args:
-            scores: [n, num_experts], of which the live router takes its top-k.
-            live, replayed: [n, topk] int64.
+            request: of the live router.
+            replayed: [n, topk] int64.
             counts: [n] bool, True: the row is replayed; None: all are.
         """
-        self._row_sharing = chunk.row_sharing
-        scores = scores.detach()
-        is_live = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, live, True)
+        if not self._compared:
+            self._row_sharing = chunk.row_sharing  # the same for all chunks of a rank
+        scores = request.scores.detach()
         values, ranked = scores.topk(self.width, dim=1)
+        # Each row's levels of all experts, [2, n, num_experts]: live, and near. An expert with the same score as the last
+        # live one could be live as well, and counts so.
+        if request.group_topk:  # a live expert may rank low
+            is_live = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, request.live_topk()[1], True)
+            levels = torch.stack([is_live, (scores >= values[:, -1:]) | is_live])
+        else:
+            last_of_each = values[:, self.topk - 1 :: self.width - self.topk]
+            levels = scores >= last_of_each.t().unsqueeze(2)
         # A row has topk + 2 numbers: 3 * id + level of each replayed expert (2: live, 1: near, 0: neither), and the two that
-        # the live router ranks first, or -1 if the row is not replayed. With groups of experts, a live one may rank low.
-        levels = torch.stack([is_live, (scores >= values[:, -1:]) | is_live])
-        packed = torch.empty(len(live), self.topk + 2, dtype=torch.int16, device=live.device)
+        # the live router ranks first, or -1 if the row is not replayed.
+        packed = torch.empty(len(scores), self.topk + 2, dtype=torch.int16, device=scores.device)
         level = levels.gather(2, replayed.expand(2, -1, -1)).sum(0, dtype=torch.int16)
         torch.add(level, replayed, alpha=3, out=packed[:, : self.topk])
         first = ranked[:, :2]

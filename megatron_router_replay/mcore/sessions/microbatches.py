@@ -129,7 +129,7 @@ class Microbatches:
                 "MRR407: rows were given in a backward, and no forward runs there: call "
                 "session.microbatch(rows, model) right before each forward."
             )
-        hooks.check_installed()
+        hooks.check_routing()
         hooks.check_runs_python("a micro-batch that is given")  # before CUDA refuses the memory that it takes
         chunk = self._find_chunk(model)
         inputs = RowInputs.checked(rows, token_ids=token_ids, padding=padding)
@@ -150,7 +150,7 @@ class Microbatches:
         """Return whether what runs now is a forward of the session: no recompute, and not paused."""
         return not (self.num_pauses or tape.checkpoint_state().repeats)
 
-    def follow(self, chunk: Chunk, inputs: ForwardInputs) -> None:
+    def look_up_rows(self, chunk: Chunk, inputs: ForwardInputs) -> None:
         """Find the rows of a forward's tokens, unless rows were given by hand."""
         given = chunk.given
         if (given is None or not given.is_by_hand) and (found := self.strategy.find(chunk, inputs)) is not None:
@@ -158,7 +158,7 @@ class Microbatches:
 
     def on_forward(self, chunk: Chunk, inputs: ForwardInputs) -> None:
         """Begin the next micro-batch of a chunk, and compare rows by hand with the tokens that the forward gets."""
-        self.follow(chunk, inputs)
+        self.look_up_rows(chunk, inputs)
         microbatch = chunk.begin(is_running=True)
         # Stages that embed nothing may get tokens in another layout, before packing.
         if microbatch.is_by_hand and inputs.input_ids is not None and getattr(chunk.module, "pre_process", True):
@@ -201,7 +201,10 @@ class Microbatches:
                 f"MRR403: this rank has {len(self._modules)} model chunks: pass the one that runs, as the forward step "
                 "gets it."
             )
-        levels = wrappers(self._modules[0] if model is None else model) if isinstance(model, nn.Module | None) else []
+        called = self._modules[0] if model is None else model
+        if id(called) in self._chunk_of:
+            return self._chunk_of[id(called)]
+        levels = wrappers(called) if isinstance(called, nn.Module) else []
         known = [id(level) for level in levels if id(level) in self._chunk_of]
         if not known:
             raise LayoutError(
@@ -268,7 +271,7 @@ class Microbatches:
         """Return the faults of the chunks: micro-batches that some routers have not routed, or a model that never ran."""
         problems = [problem for chunk in self.chunks for problem in chunk.problems()]
         elsewhere = hooks.unregistered_forwards - self._unregistered_forwards
-        if self.chunks and elsewhere and not any(each.counter["forwards"] for each in self._states.values()):
+        if self.chunks and elsewhere and not any(each.counter.forwards for each in self._states.values()):
             problems.append(
                 f"rank {self._rank}: no router of this session's model ran, but other routers ran {elsewhere} forwards in "
                 "training mode: the session was opened on another model than the one that trains (was it rebuilt?)"

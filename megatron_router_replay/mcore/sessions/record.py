@@ -80,10 +80,10 @@ class RecordedRoutes(Strategy):
                 "Give rows for all forwards of a recording, or for none."
             )
         check_padding(inputs)
-        check_range(inputs.rows, _MAX_ROWS)
+        check_range(inputs, _MAX_ROWS)
         if inputs.rows.numel():
             # Of the whole batch: this rank may route a part of it. Last, because rows that were refused lengthen no trace.
-            self._highest.append(int(inputs.rows.max()))
+            self._highest.append(inputs.highest)
 
     def find(self, chunk: Chunk, inputs: ForwardInputs) -> RowInputs | None:
         """Return the tokens of a forward, numbered from 0 in the order of its samples; None: rows are given by hand."""

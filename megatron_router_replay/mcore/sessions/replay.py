@@ -108,16 +108,17 @@ class TraceRoutes(Strategy):
     def check(self, chunk: Chunk, inputs: RowInputs) -> None:
         """Check rows that were given by hand, and count those that are repeated."""
         check_padding(inputs)
-        check_range(inputs.rows, self._trace.num_tokens)
+        check_range(inputs, self._trace.num_tokens)
         # Not of rows that tokens found: the tokens of a batch may well contain a sample twice.
-        self._count_repeated(chunk, inputs.rows, self._trace.num_tokens)
+        self._count_repeated(chunk, inputs)
 
     def make_microbatch(self, chunk: Chunk, inputs: RowInputs) -> Microbatch:
         """Return the micro-batch that replays these rows of the trace, as this rank's routers see them."""
         self._trace.check_unchanged()  # a trainer may compute on it in place between two micro-batches
         rows = inputs.rows
         # Of the whole batch, not of this rank's part: a fault in it raises on every rank.
-        any_unrouted = check_range(rows, self._trace.num_tokens)
+        check_range(inputs, self._trace.num_tokens)
+        any_unrouted = inputs.lowest < 0
         expected = self._expected_tokens(rows, inputs.token_ids, any_unrouted=any_unrouted)
         router_rows = chunk.router_view(rows)  # a part of a recording has these alone
         gathered, replay_mask = router_rows, None
@@ -152,16 +153,17 @@ class TraceRoutes(Strategy):
         )
 
     # ---- checks of rows
-    def _count_repeated(self, chunk: Chunk, rows: Tensor, num_rows: int) -> None:
-        """Count the rows that a micro-batch names twice: one token is trained on the routes of another."""
+    def _count_repeated(self, chunk: Chunk, inputs: RowInputs) -> None:
+        """Count the rows that a micro-batch names again: one token is trained on the routes of another."""
         # Sequence-parallel ranks get the same rows: the first of them counts.
-        if chunk.sequence_share[0] == 0:
-            named = rows.numpy().ravel()
-            positions = np.arange(named.size)
-            # Where a row is named last; row -1 has the last place. Indexing takes numpy a third of torch's time.
-            last = np.empty(num_rows + 1, dtype=positions.dtype)
-            last[named] = positions
-            chunk.counts.add(repeated=int(np.count_nonzero((last[named] != positions) & (named >= 0))))
+        if chunk.sequence_share[0] or not inputs.rows.numel():
+            return
+        rows = inputs.rows.numpy().ravel()
+        if inputs.lowest < 0:
+            rows = rows[rows >= 0]
+        is_named = np.zeros(inputs.highest + 1 - max(inputs.lowest, 0), dtype=np.bool_)
+        is_named[rows - max(inputs.lowest, 0)] = True
+        chunk.counts.add(repeated=rows.size - int(np.count_nonzero(is_named)))
 
     def _check_known(self, rows: Tensor, unrouted: Tensor) -> None:
         """Check that the trace has a token id for each row without a route; `merge_traces` leaves rows of no rank without."""
@@ -214,8 +216,7 @@ class TraceRoutes(Strategy):
                 microbatch,
                 state.chunk,
                 state.found.layer_number,
-                scores=request.scores,
-                live=request.live_topk()[1],
+                request=request,
                 replayed=used,
                 counts=microbatch.replay_mask,
             )

@@ -198,7 +198,7 @@ class SessionRouters:
         """Return the faults that the counts show, once they are read."""
         problems, states = [], self.states.values()
         # A layer of a user's own may call no dispatcher, so that nothing compared its maps.
-        routed = [each for each in states if each.counter["forwards"] and each.counter.verify_entering]
+        routed = [each for each in states if each.counter.forwards and each.counter.verify_entering]
         if unverified := sorted(each.found.layer_number for each in routed if not each.counter["maps"]):
             problems.append(
                 f"rank {self.rank}: nothing was verified in layers {listed(unverified)}, whose token dispatchers got nothing"
@@ -221,19 +221,19 @@ class SessionRouters:
         counting = [each for each in states if each.counter.counts_flips]
         decisions = Decisions()
         if counting:
-            decisions["recomputed"] = sum(each.counter["recomputed"] for each in counting)
+            decisions["recomputed"] = sum(each.counter.recomputed for each in counting)
         if self._verifies:
             decisions["verified"] = sum(each.counter["verified"] for each in states)
             decisions["wrong"] = sum(each.counter["wrong"] for each in states)
         forwards: dict[int, int] = {}  # of each chunk
         for each in states:
-            forwards[each.chunk_index] = max(forwards.get(each.chunk_index, 0), each.counter["forwards"])
+            forwards[each.chunk_index] = max(forwards.get(each.chunk_index, 0), each.counter.forwards)
         return SessionReport(
             kind=kind,
             routers=len(states),
             microbatches=sum(forwards.values()),
-            forwards=sum(each.counter["forwards"] for each in states),
-            recomputes=sum(each.counter["recomputes"] for each in states),
+            forwards=sum(each.counter.forwards for each in states),
+            recomputes=sum(each.counter.recomputes for each in states),
             decisions=decisions,
             flips_of_layer={each.found.layer_number: each.counter["flips"] for each in counting},
         )

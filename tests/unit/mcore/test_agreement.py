@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from megatron.core.transformer.moe.moe_utils import group_limited_topk
 
 import megatron_router_replay as mrr
 from megatron_router_replay import checks
+from megatron_router_replay.mcore.core.call import TopKRequest
 from megatron_router_replay.mcore.sessions import verdict
 from megatron_router_replay.mcore.sessions.agreement import Agreement, LiveAgreement
 from megatron_router_replay.mcore.sessions.blocks import EVIDENCE, ComparedRows
@@ -31,8 +33,8 @@ def comparing(*, experts=32, topk=4, rank=0, sharing=(0, 1, 0), trace=None):
 
 def add(compared, scores, replayed, *, number=0, layer=1, sequences=1, counts=None, rows=None):
     microbatch = SimpleNamespace(number=number, shape=(len(scores) // sequences, sequences), rows=rows)
-    live = scores.topk(compared.topk, dim=1).indices
-    compared.add(microbatch, compared.chunk, layer, scores=scores, live=live, replayed=replayed, counts=counts)
+    request = TopKRequest(scores, compared.topk, None, None, torch.topk)
+    compared.add(microbatch, compared.chunk, layer, request=request, replayed=replayed, counts=counts)
 
 
 def routes(rows, seed=0, *, experts=32, topk=4, noise=0.1):
@@ -51,6 +53,35 @@ def found(*ranks, least=0.25):
 
 
 # ---- sums
+def test_an_expert_with_the_score_of_the_last_live_one_is_live_as_well():
+    """Rows of [3, 2, 2, 1, 0, ...]: the live top-2 is expert 0 and 1 or 2, and near are the best four."""
+    scores = torch.tensor([[3.0, 2, 2, 1, 0, 0, 0, -1, -1, -1]] * 90)
+    compared = comparing(experts=10, topk=2)
+    for layer, second in enumerate((1, 2, 3, 9)):
+        add(compared, scores, torch.tensor([[0, second]] * 90), layer=layer)
+    packed = [layer.packed[0, :2].tolist() for layer in compared._compared]
+    assert packed == [[2, 3 * 1 + 2], [2, 3 * 2 + 2], [2, 3 * 3 + 1], [2, 3 * 9 + 0]]
+    assert compared._compared[0].loads.tolist() == [[90, 90, 90] + [0] * 7, [90, 90, 90, 90] + [0] * 6]
+
+
+def test_in_groups_the_experts_of_the_best_groups_are_live_however_low_they_rank():
+    """Experts 0 to 3 in groups of two, of which the best one counts by its two scores: 2 and 3 have 5 + 0, 0 and 1 have 4."""
+    scores = torch.tensor([[2.0, 2.0, 5.0, 0.0]] * 90)
+    compared = comparing(experts=4, topk=2)
+    of_groups = lambda scores, topk, **groups: group_limited_topk(scores, topk, 90, 4, **groups)  # noqa: E731
+    request = TopKRequest(scores, 2, 2, 1, of_groups)
+    microbatch = SimpleNamespace(number=0, shape=(90, 1), rows=None)
+    replayed = torch.tensor([[2, 3], [0, 3], [0, 2]] * 30)
+    compared.add(microbatch, compared.chunk, 0, request=request, replayed=replayed, counts=None)
+    # Near are the best three of all, 2 with 0 and 1, and the live ones.
+    assert compared._compared[0].packed[:3, :2].tolist() == [
+        [3 * 2 + 2, 3 * 3 + 2],
+        [3 * 0 + 1, 3 * 3 + 2],
+        [1, 3 * 2 + 2],
+    ]
+    assert compared._compared[0].loads.tolist() == [[0, 0, 90, 90], [90, 90, 90, 90]]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_shared_experts_are_counted_as_by_hand_whatever_the_default_dtype(dtype):
     scores, replayed = routes(120, 1, experts=4, topk=2)

@@ -197,10 +197,10 @@ def test_a_write_to_an_inference_tensor_on_a_gpu_is_asserted_there():
     """The host does not wait to learn of it."""
     with torch.inference_mode():
         values = torch.tensor([1, 2])
-    identity = dispatch.TensorIdentity.of(values)
-    assert identity.is_unwritten(on_a_gpu(values))
+    identity = dispatch.identity_of(values)
+    assert dispatch.is_unwritten(on_a_gpu(values), identity)
     with pytest.raises(RuntimeError, match="written to between a router and its dispatcher"):
-        identity.is_unwritten(on_a_gpu(values + 1))
+        dispatch.is_unwritten(on_a_gpu(values + 1), identity)
 
 
 def test_memory_that_is_used_again_is_not_taken_for_the_map_that_was_there(monkeypatch):
