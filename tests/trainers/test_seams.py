@@ -47,6 +47,18 @@ def test_whatever_a_trainer_renames_is_named(name, tmp_path, capsys):
     check_renames(name, rebuilt.write(tmp_path, rebuilt.SOURCES[name]), capsys)
 
 
+def test_what_moved_is_counted_also_in_a_module_that_became_a_package(tmp_path, capsys):
+    folder = rebuilt.write(tmp_path, rebuilt.SOURCES["slime"])
+    module = tmp_path / "slime/backends/megatron_utils/actor.py"
+    package = module.with_suffix("")
+    package.mkdir()
+    module = module.rename(package / "__init__.py")
+    assert seams.main(["slime", folder]) == 0
+    module.write_text(module.read_text().replace("def fill_routing_replay", "def fill"))
+    assert seams.main(["slime", folder]) == 1
+    assert "fill_routing_replay is gone: this slime is newer or older than the commits" in capsys.readouterr().out
+
+
 def test_a_batch_without_a_field_is_named(trainer):
     with pytest.raises(SeamError, match=r"fill_routing_replay gets a batch without \['tokens'\]: it has \['ids'\]"):
         seams.take(slime.FILL, {"ids": []}, "tokens")

@@ -89,6 +89,14 @@ def test_rows_that_were_moved_or_lost_raise(topk, damage, text):
         token_layers.remove(filled(values, 6 - len(values), -1), ids, sample=4)
 
 
+@pytest.mark.parametrize("bit", range(24))
+def test_an_id_that_differs_in_one_bit_raises(bit):
+    ids, values = travelled(rows=6)
+    ids[4] ^= 1 << bit
+    with pytest.raises(PayloadError, match=r"the routes at position 4, .* carry the id 70000 "):
+        token_layers.remove(values, ids, sample=4)
+
+
 def test_too_few_rows_for_the_trained_tokens_raise_on_both_ways():
     ids, values = travelled()
     with pytest.raises(PayloadError, match=r"5 of 6 positions have one, 6 are needed, .* is at position 4"):

@@ -21,7 +21,7 @@ from megatron_router_replay.mcore.batches.microbatch import Microbatch
 from megatron_router_replay.mcore.core.counts import Counts
 from megatron_router_replay.mcore.model.find import FoundRouter, wrappers
 
-_CACHES = ("inference_context", "inference_params")
+_CACHE_KEYWORDS = ("inference_context", "inference_params")
 """Keywords of Megatron-Core by which a forward continues the sequences of earlier ones."""
 
 
@@ -172,7 +172,7 @@ class Chunk:
             if self.current is not None:
                 self.current.free()
             self.current, self._is_done = None, True
-        self._hand_on()
+        self._finish_if_routed()
 
     def microbatch_of(self, position: int) -> Microbatch:
         """Return the micro-batch that the router at this position routes now.
@@ -196,9 +196,10 @@ class Chunk:
         """Note that a router has routed the micro-batch; after the last one it is done, once its forward returns."""
         microbatch.routed.add(position)
         if not self._is_running:
-            self._hand_on()
+            self._finish_if_routed()
 
-    def _hand_on(self) -> None:
+    def _finish_if_routed(self) -> None:
+        """Count the current micro-batch and free its tensors, once all of its routers have run."""
         current = self.current
         if current is None or self._is_done or not current.is_routed:
             return
@@ -240,7 +241,9 @@ class Chunk:
         self._microbatches = weakref.proxy(microbatches)
         self._wrap("forward", lambda inputs: self._microbatches.on_forward(self, inputs), is_running=True)
         if hasattr(self.module, "build_schedule_plan"):  # its layers run later, outside of a forward of the module
-            self._wrap("build_schedule_plan", lambda inputs: self._microbatches.follow(self, inputs), is_running=False)
+            self._wrap(
+                "build_schedule_plan", lambda inputs: self._microbatches.look_up_rows(self, inputs), is_running=False
+            )
 
     def _wrap(self, name: str, begin: Callable[[ForwardInputs], None], *, is_running: bool) -> None:
         """Wrap a method of the module: `begin` gets the inputs of each call, after every hook on the module."""
@@ -254,7 +257,7 @@ class Chunk:
             # A copy of the model that was made inside the session is not under it.
             if called is not module or bound is not self._wrapped.get(name) or not self._microbatches.is_new_forward():
                 return False
-            if self.given is None and any(kwargs.get(name) is not None for name in _CACHES):
+            if self.given is None and any(kwargs.get(name) is not None for name in _CACHE_KEYWORDS):
                 raise ReplayStateError(
                     f"MRR424: {self.where}: {type(module).__name__} got an inference_context, and its cache has "
                     "the tokens before its input_ids, so their rows cannot be found. Generate inside `session.paused()`."

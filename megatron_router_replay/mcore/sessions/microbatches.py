@@ -150,7 +150,7 @@ class Microbatches:
         """Return whether what runs now is a forward of the session: no recompute, and not paused."""
         return not (self.num_pauses or tape.checkpoint_state().repeats)
 
-    def follow(self, chunk: Chunk, inputs: ForwardInputs) -> None:
+    def look_up_rows(self, chunk: Chunk, inputs: ForwardInputs) -> None:
         """Find the rows of a forward's tokens, unless rows were given by hand."""
         given = chunk.given
         if (given is None or not given.is_by_hand) and (found := self.strategy.find(chunk, inputs)) is not None:
@@ -158,7 +158,7 @@ class Microbatches:
 
     def on_forward(self, chunk: Chunk, inputs: ForwardInputs) -> None:
         """Begin the next micro-batch of a chunk, and compare rows by hand with the tokens that the forward gets."""
-        self.follow(chunk, inputs)
+        self.look_up_rows(chunk, inputs)
         microbatch = chunk.begin(is_running=True)
         # Stages that embed nothing may get tokens in another layout, before packing.
         if microbatch.is_by_hand and inputs.input_ids is not None and getattr(chunk.module, "pre_process", True):

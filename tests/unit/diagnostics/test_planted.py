@@ -256,6 +256,13 @@ def test_rows_after_the_last_sample_are_of_no_sample():
     assert [str(fact) for fact in mrr.diff_traces(a, b).facts] == [
         "rows 80..119 of b match a's rows 0..39 (80 rows earlier), in all layers: 120 of 120 decisions."
     ]
+    longer = torch.cat([routes, torch.rand(40, 3, 32, generator=torch.Generator().manual_seed(2)).topk(4).indices])
+    b = mrr.RoutingTrace(topk_indices=longer[[*range(40), *range(80, 120)]], sequence_lengths=(40, 40), **numbers)
+    facts = mrr.diff_traces(mrr.RoutingTrace(topk_indices=longer, **numbers), b).facts
+    assert (
+        "rows 40..79 (sample 1) of b match a's rows 80..119 (40 rows later), in all layers: 120 of 120 decisions."
+        in [str(fact) for fact in facts]
+    )
 
 
 def test_two_experts_in_a_different_order_are_a_fact():
