@@ -7,7 +7,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_router_replay.errors import PayloadError, ReplayStateError
-from megatron_router_replay.trainers import miles, ms_swift, nemo_rl, replayer, roll, token_layers
+from megatron_router_replay.trainers import miles, ms_swift, nemo_rl, replayer, roll, slime, token_layers
 
 ROUTES = torch.arange(8).view(1, 8, 1, 1)
 """The route of each position is its number."""
@@ -133,3 +133,32 @@ def test_of_miles_managers_that_of_routers_alone_is_off_and_none_under_an_audit(
         assert manager.registered == ([] if is_off else ["module"])
         topk = miles._choose_topk(lambda self, old: f"replay of {old}", manager, "top-k")
         assert topk == ("top-k" if is_off else "replay of top-k")
+
+
+@pytest.mark.parametrize("audits", [False, True])
+@pytest.mark.parametrize("trainer", [slime, miles])
+def test_samples_come_in_where_a_trainer_would_fill_its_queues(trainer, audits, monkeypatch):
+    """Under an audit the trainer fills them too."""
+    entered, filled = [], []
+
+    def enter(chunks, samples, *, are_trained):
+        entered.append((chunks, are_trained))
+
+    def fill_slimes(self, data_iterator, num_microbatches, rollout_data):
+        filled.append(rollout_data)
+
+    def fill_miles(models, rollout_data, data_key):
+        filled.append(rollout_data)
+
+    monkeypatch.setattr(replayer, "active", lambda: SimpleNamespace(audits=audits, enter=enter))
+    data = {"tokens": [], trainer.FIELD: []}
+    if trainer is slime:
+        slime._fill(fill_slimes, SimpleNamespace(model="chunks"), iter([]), [1], rollout_data=data)
+    else:
+        miles._fill(fill_miles, "chunks", {}, "rollout_indexer_topk")
+        assert (entered, filled) == ([], [{}])
+        filled.clear()
+        miles._fill(fill_miles, "chunks", data, data_key=miles.FIELD)
+    assert entered == [("chunks", True)]
+    assert filled == [data] * audits
+    assert (trainer.FIELD in data) == audits
