@@ -25,7 +25,7 @@ from tests.support.worker_process import worker_main
 # How long the other ranks may go on after one of them failed: time to fail too, and say why.
 _GRACE_S = 3.0
 _MAX_THREADS = 64
-"""Of an idle worker. Megatron's DDP keeps itself alive, and with it its process groups, whose threads poll for ever."""
+"""Of an idle worker. A case that kept its process groups alive would leave three threads a group, which poll for ever."""
 
 _PRELOAD = "megatron_router_replay.testing.preload"
 

@@ -235,6 +235,22 @@ def test_a_recompute_that_torch_ends_inside_of_its_router_is_not_counted(trainer
     assert (findings.recomputed, findings.recomputed_wrong) == (second, 0)
 
 
+def test_recomputes_of_some_layers_alone_are_compared_with_rows_of_their_own_forwards(trainer):
+    """Megatron-Core's recompute_method="block": the first two of four layers run again, of which one has experts."""
+    options = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}
+    chunks = small_model.build(ParallelSizes(), **options)
+    ids = samples()[0][:2]
+    routes = [oracle.own_routes(chunks, tokens)[:-1] for tokens in ids]
+    trace = replayer.make_trace(chunks, ids, routes, "unrouted")
+    with mrr.audit(chunks, trace) as findings:
+        losses = [chunks[0](each[None], torch.arange(len(each))[None], None).float().sum() for each in ids]
+        for loss in losses:
+            loss.backward()
+    routed = sum(len(tokens) - 1 for tokens in ids)
+    assert (findings.compared, findings.wrong, findings.not_found) == (3 * routed, 0, 0)
+    assert (findings.recomputed, findings.recomputed_wrong) == (routed, 0)
+
+
 def test_experts_that_drop_tokens_are_compared_as_they_were_chosen(trainer):
     """Above an expert's capacity, tokens leave the map that a router returns, and it chose that expert all the same."""
     from megatron.core.transformer.moe import router as router_module

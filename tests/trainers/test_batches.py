@@ -28,6 +28,16 @@ def test_ms_swift_cuts_a_packed_row_where_positions_restart(field):
     assert padding == {0, 3, 4}
 
 
+def test_ms_swift_takes_no_samples_from_an_evaluation():
+    """Which runs its rollout's micro-batches, too, and replays none."""
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(router_replay_mode="R3"), unwrapped_models=[SimpleNamespace(training=False)]
+    )
+    batches = iter([{"input_ids": "as they are"}])
+    assert ms_swift._replace_data(lambda self, data_iterator: data_iterator, trainer, batches) is batches
+    assert list(batches) == [{"input_ids": "as they are"}]
+
+
 def test_ms_swift_refuses_a_batch_without_routes_and_its_own_recording():
     with pytest.raises(PayloadError, match="MRR802: a micro-batch has no routed_experts"):
         ms_swift._samples({"input_ids": torch.zeros(1, 8)}, set())

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_router_replay.mcore.core.streams import current_stream, follow, to_device
+from megatron_router_replay.mcore.core.streams import current_stream, to_device, wait_stream
 
 _BLOCK = 16
 """Layers that are widened to int64 at once: a launch for each router would cost more, all layers too much memory."""
@@ -32,7 +32,7 @@ class LayerRoutes:
         number = position // _BLOCK
         found = self._blocks.get(number)
         if found is None:
-            follow(self._stream, self.topk_indices)
+            wait_stream(self._stream, self.topk_indices)
             layers = range(number * _BLOCK, min((number + 1) * _BLOCK, self.topk_indices.shape[1]))
             source = self.topk_indices[:, layers.start : layers.stop].transpose(0, 1)
             widened = torch.empty(source.shape, dtype=torch.int64, device=source.device).copy_(source)
@@ -40,7 +40,7 @@ class LayerRoutes:
         block, missing, stream = found
         layer = block[position % _BLOCK]
         if stream is not None:
-            follow(stream, layer)
+            wait_stream(stream, layer)
         missing.discard(position)
         if not missing:
             self._blocks.pop(number, None)

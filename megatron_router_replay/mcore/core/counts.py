@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_router_replay.mcore.core.streams import current_stream, follow
+from megatron_router_replay.mcore.core.streams import current_stream, wait_stream
 
 _MAX_PENDING = 256
 """Scalars on a device that wait to be read; more are added up there first, because a freeze may last a whole training."""
@@ -44,7 +44,7 @@ class Counts:
     def _add_up(self) -> None:
         by_name: dict[str, list[Tensor]] = {}
         for name, count, stream in self._pending:
-            follow(stream, count)
+            wait_stream(stream, count)
             by_name.setdefault(name, []).append(count)
         sums = {name: torch.stack(parts).sum() for name, parts in by_name.items()}
         self._pending = [
@@ -59,7 +59,7 @@ class Counts:
         for counts in all_counts:
             with counts._lock:
                 for name, count, stream in counts._pending:
-                    follow(stream, count)
+                    wait_stream(stream, count)
                     taken.append((counts, name, count))
                 counts._pending = []
         if taken:

@@ -76,7 +76,7 @@ def is_unwritten(entering: Tensor, identity: TensorIdentity) -> bool:
     return True
 
 
-class Left(NamedTuple):
+class RoutedOutputs(NamedTuple):
     """Identify the outputs of a router's call, for its token dispatcher.
 
     Args:
@@ -90,7 +90,7 @@ class Left(NamedTuple):
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.left: dict[int, Left] = {}
+        self.outputs: dict[int, RoutedOutputs] = {}
         """By the router's id. The next call with this id, or the end of the session, removes what no dispatcher took."""
 
 
@@ -137,8 +137,8 @@ def _check(dispatcher: Any, routing_map: Tensor, probs: Tensor) -> None:
     router = None if reference is None else reference()
     if router is None:
         return
-    left = thread.left.pop(id(router), None)
-    if left is None:
+    outputs = thread.outputs.pop(id(router), None)
+    if outputs is None:
         if router in held_routers:
             raise ReplayStateError(
                 f"MRR415: {tape.layer_of(router)}: its token dispatcher got a routing map that Megatron-Core's "
@@ -146,7 +146,7 @@ def _check(dispatcher: Any, routing_map: Tensor, probs: Tensor) -> None:
                 "must call on; import megatron_router_replay.mcore before you wrap a method of the class."
             )
         return
-    for entering, identity in ((routing_map, left.routing_map), (probs, left.probs)):
+    for entering, identity in ((routing_map, outputs.routing_map), (probs, outputs.probs)):
         if not (is_same(entering, identity) and is_unwritten(entering, identity)):
             what = "another routing map" if entering is routing_map else "other probabilities"
             raise ReplayStateError(
@@ -154,7 +154,7 @@ def _check(dispatcher: Any, routing_map: Tensor, probs: Tensor) -> None:
                 f"{' (written in place)' if is_same(entering, identity) else ''}. A hook, wrapper or module between the two "
                 "may read both tensors; it must hand them on, and not change or copy them."
             )
-    if left.verified is not None:
-        counter, used = left.verified
+    if outputs.verified is not None:
+        counter, used = outputs.verified
         counter.add(maps=1)
         count_wrong(counter, used, routing_map)

@@ -84,7 +84,7 @@ def unregister(router: Any, source: RoutingSource) -> None:
     sources[:] = [each for each in sources if each is not source]
     if not sources:
         dispatch.held_routers.discard(router)
-        dispatch.thread.left.pop(id(router), None)  # of a forward that failed
+        dispatch.thread.outputs.pop(id(router), None)  # of a forward that failed
 
 
 def forget() -> None:
@@ -101,7 +101,7 @@ def sources_of(router: Any) -> list[RoutingSource]:
 
 
 def routing_call(router: Any, sources: Sequence[RoutingSource], shape: torch.Size) -> tuple[RoutingCall | None, bool]:
-    """Return the state of a router's call, from the first line above that applies.
+    """Return the state of a router's call, from the first line of this module's docstring that applies.
 
     Args:
         sources: of the router, the innermost last.
@@ -283,7 +283,7 @@ def _routing_hook(original: Any) -> Any:
             return _pass_on(original, self, logits, *args, **kwargs)
         if not sources:
             # The call before entered no dispatcher, if it was a recompute of the router alone, or failed after the routing.
-            dispatch.thread.left.pop(id(self), None)
+            dispatch.thread.outputs.pop(id(self), None)
             if _is_left_to(getattr(self, REPLAY_ARGUMENT, None)):
                 return _pass_on(original, self, logits, *args, **kwargs)
         call, is_written = routing_call(self, sources, logits.shape[:-1])
@@ -314,7 +314,7 @@ def _routing_hook(original: Any) -> Any:
                 assert call.used is not None, "it was requested"
                 verified = call.counter, call.used
             try:
-                dispatch.thread.left[id(self)] = dispatch.Left(
+                dispatch.thread.outputs[id(self)] = dispatch.RoutedOutputs(
                     dispatch.identity_of(routing_map), dispatch.identity_of(probs), verified
                 )
             except NotImplementedError as error:  # tensors of torch.func have no storage

@@ -22,7 +22,7 @@ def current_stream(device: torch.device) -> Any:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
-def follow(stream: Any, *tensors: Tensor) -> None:
+def wait_stream(stream: Any, *tensors: Tensor) -> None:
     """Make the current stream wait for a stream, and keep the memory of its tensors until both are done."""
     if stream is None or stream == (current := current_stream(tensors[0].device)):
         return

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.batches.microbatch import Microbatch
 from megatron_router_replay.mcore.core.call import TopKRequest
-from megatron_router_replay.mcore.core.streams import current_stream, follow
+from megatron_router_replay.mcore.core.streams import current_stream, wait_stream
 from megatron_router_replay.mcore.sessions.blocks import EVIDENCE
 from megatron_router_replay.mcore.sessions.verdict import (
     WARN,
@@ -186,7 +186,7 @@ class Agreement:
         if waiting and self._stream is not None:
             on_device = [each.packed for each in waiting]
             on_device += [each.rows for each in waiting if each.rows is not None and each.rows.is_cuda]
-            follow(self._stream, *on_device)
+            wait_stream(self._stream, *on_device)
             self._stream = current_stream(on_device[0].device)
             # Layers of a micro-batch share its rows.
             copies = {id(each): each.to("cpu", non_blocking=True) for each in on_device}
@@ -240,7 +240,7 @@ class Agreement:
             return []
         self._to_host()
         loads = [each.loads for each in self._compared]
-        follow(self._stream, *loads)
+        wait_stream(self._stream, *loads)
         # .cpu() waits for the stream, and so for the copies before it.
         all_loads = torch.stack(loads).cpu().numpy()
         return [(each, each.packed.numpy(), load) for each, load in zip(self._compared, all_loads)]

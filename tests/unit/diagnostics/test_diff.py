@@ -148,6 +148,20 @@ def test_a_part_with_fewer_rows_has_no_weight_version_of_the_others():
     assert (diff.origin_a, diff.origin_b) == ("in memory, weights 5..6", "2 parts, weights 5..6")
 
 
+def test_samples_of_parts_that_know_some_tokens_each_are_matched_by_all_of_them():
+    """As ranks of context parallelism record them."""
+    a = samples_of(range(5))
+    b = samples_of((4, 1, 2, 3, 0))
+    even = torch.arange(21) % 2 == 0
+    parts = [
+        b._with(replay_mask=b.replay_mask & mask, token_ids=torch.where(mask, b.token_ids, -1))
+        for mask in (even, ~even)
+    ]
+    diff = mrr.diff_traces(a, parts)
+    assert (diff.rows_compared, diff.decisions_different, diff.rows_other_token) == (int(a.replay_mask.sum()), 0, 0)
+    assert "samples are matched by their tokens" in one_line(diff)
+
+
 def test_samples_without_an_equal_one_are_compared_by_their_number_or_counted():
     a = samples_of(range(5))
     routes = big_trace(21).topk_indices.clone()

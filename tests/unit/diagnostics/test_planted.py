@@ -212,6 +212,20 @@ def test_of_a_trace_that_is_read_in_blocks_the_rows_that_differ_most_are_searche
     )
 
 
+def test_near_ties_of_top_2_hide_no_rows_that_differ_more(monkeypatch):
+    monkeypatch.setattr("megatron_router_replay.diagnostics.facts.MAX_ROWS", 400)
+    monkeypatch.setattr("megatron_router_replay.diagnostics.counting._BLOCK_ROWS", 100)
+    pair = noisy_pair(0.0, 2, 32)
+    first, second = pair.a[100:200].unbind(2)
+    third = (first + 1) % 32
+    pair.b[100:200, :, 1] = torch.where(third == second, (first + 2) % 32, third)  # one expert of two, in 100 rows
+    pair.b[817:877] = pair.b[816:876].clone()  # both, in most decisions of 60 rows
+    (fact,) = pair.diff().facts
+    assert fact.text.startswith(
+        "rows 817..876 (sample 8, from position 1) of b match a's rows 816..875 (1 row earlier)"
+    )
+
+
 def test_samples_of_a_long_trace_that_changed_places_are_found_where_they_are(monkeypatch):
     monkeypatch.setattr("megatron_router_replay.diagnostics.facts.MAX_ROWS", 950)
     pair = noisy_pair(0.02, 4, 32)

@@ -1,6 +1,7 @@
 """A case on ranks of Megatron-Core leaves no threads in its process."""
 
 import os
+import time
 
 import torch
 
@@ -22,9 +23,12 @@ def num_threads():
     return len(os.listdir("/proc/self/task"))
 
 
-def test_a_case_that_trained_leaves_no_thread():
+def test_the_groups_of_a_case_that_trained_leave_no_threads():
     """They poll: those of a thousand tests take the processor from every later one."""
     train_once()
     before = num_threads()
-    assert train_once() > before + 20, "groups have threads"
-    assert num_threads() == before
+    assert train_once() > before + 20, "a group has three"
+    deadline = time.monotonic() + 20  # the system lists threads for a moment after their end
+    while num_threads() > before + 2:  # other tests' threads may come and go
+        assert time.monotonic() < deadline, num_threads() - before
+        time.sleep(0.05)
