@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import PayloadError, ReplayStateError
-from megatron_router_replay.trainers import miles, ms_swift, nemo_rl, replayer, roll, token_layers, verl
+from megatron_router_replay.trainers import miles, ms_swift, nemo_rl, replayer, roll, slime, token_layers, verl
 
 ROUTES = torch.arange(8).view(1, 8, 1, 1)
 """The route of each position is its number."""
@@ -169,3 +169,32 @@ def test_of_verls_equal_sequences_the_longest_one_is_the_recording_of_a_sample(m
         output = verl._record([], {"input_ids": ids}, lambda: {"model_output": {}})
         (values,) = output["model_output"]["routed_experts"].unbind()
         assert token_layers.without(values).tolist() == [[[0, 1]], [[2, 3]], [[4, 5]], [[6, 7]]]
+
+
+@pytest.mark.parametrize("audits", [False, True])
+@pytest.mark.parametrize("trainer", [slime, miles])
+def test_samples_come_in_where_a_trainer_would_fill_its_queues(trainer, audits, monkeypatch):
+    """Under an audit the trainer fills them too."""
+    entered, filled = [], []
+
+    def enter(chunks, samples, *, are_trained):
+        entered.append((chunks, are_trained))
+
+    def fill_slimes(self, data_iterator, num_microbatches, rollout_data):
+        filled.append(rollout_data)
+
+    def fill_miles(models, rollout_data, data_key):
+        filled.append(rollout_data)
+
+    monkeypatch.setattr(replayer, "active", lambda: SimpleNamespace(audits=audits, enter=enter))
+    data = {"tokens": [], trainer.FIELD: []}
+    if trainer is slime:
+        slime._fill(fill_slimes, SimpleNamespace(model="chunks"), iter([]), [1], rollout_data=data)
+    else:
+        miles._fill(fill_miles, "chunks", {}, "rollout_indexer_topk")
+        assert (entered, filled) == ([], [{}])
+        filled.clear()
+        miles._fill(fill_miles, "chunks", data, data_key=miles.FIELD)
+    assert entered == [("chunks", True)]
+    assert filled == [data] * audits
+    assert (trainer.FIELD in data) == audits
