@@ -128,17 +128,21 @@ class Chunk:
         return min(dist.get_process_group_ranks(group)), group.rank()
 
     # ---- micro-batches
+    def check_none_given(self) -> None:
+        """Raise ReplayStateError if the next forward has its micro-batch."""
+        if self.given is not None:
+            raise ReplayStateError(
+                f"MRR407: {self.where}: rows were given for micro-batch {self.given.number}, and no forward has used them. "
+                "Call session.microbatch right before each forward; after a forward that failed, leave the session."
+            )
+
     def give(self, microbatch: Microbatch) -> None:
         """Keep the micro-batch of the next forward.
 
         Raises:
             ReplayStateError: it has one.
         """
-        if self.given is not None:
-            raise ReplayStateError(
-                f"MRR407: {self.where}: rows were given for micro-batch {self.given.number}, and no forward has used them. "
-                "Call session.microbatch right before each forward; after a forward that failed, leave the session."
-            )
+        self.check_none_given()
         microbatch.number = self.num_begun
         self.given, self.num_begun = microbatch, self.num_begun + 1
 

@@ -134,6 +134,7 @@ class Microbatches:
         chunk = self._find_chunk(model)
         inputs = RowInputs.checked(rows, token_ids=token_ids, padding=padding)
         if chunk is not None:
+            chunk.check_none_given()  # before rows that are refused count
             self.strategy.check(chunk, inputs)
             self._give(chunk, inputs, is_by_hand=True)
 

@@ -187,6 +187,8 @@ def test_rows_that_were_refused_do_not_lengthen_the_recording():
         with pytest.raises(LayoutError, match="padding"):
             recording.microbatch(ROWS + 100, padding=torch.ones(2, 4))
         recording.microbatch(ROWS)
+        with pytest.raises(ReplayStateError, match="MRR407"):
+            recording.microbatch(ROWS + 8)
         chunk(tokens())
     assert recording.trace().num_tokens == 8
 
