@@ -46,6 +46,11 @@ def earlier_objects_are_frozen() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    """Give back what was set apart: native modules tell at length of objects that the interpreter's end does not free."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session")
 def imports_are_frozen() -> None:
     """Set Megatron-Core and torch apart: a collection takes 0.3 s to look through them."""
