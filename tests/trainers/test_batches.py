@@ -1,13 +1,15 @@
 """Samples of a trainer's micro-batch: tokens [T] and routes [T - 1, layers, topk], by values."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 from megatron.core import parallel_state
 
+import megatron_router_replay as mrr
 from megatron_router_replay.errors import PayloadError, ReplayStateError
-from megatron_router_replay.trainers import miles, ms_swift, nemo_rl, replayer, roll, slime, token_layers
+from megatron_router_replay.trainers import miles, ms_swift, nemo_rl, replayer, roll, slime, token_layers, verl
 
 ROUTES = torch.arange(8).view(1, 8, 1, 1)
 """The route of each position is its number."""
@@ -145,6 +147,30 @@ def test_of_miles_managers_that_of_routers_alone_is_off_and_none_under_an_audit(
         assert manager.registered == ([] if is_off else ["module"])
         topk = miles._choose_topk(lambda self, old: f"replay of {old}", manager, "top-k")
         assert topk == ("top-k" if is_off else "replay of top-k")
+
+
+def test_of_verls_equal_sequences_the_longest_one_is_the_recording_of_a_sample(monkeypatch):
+    """One was recorded with a padding token at its end, which a sample has, too."""
+    routes = torch.tensor([[[0, 1]], [[2, 3]], [[4, 5]]])
+    whole = mrr.RoutingTrace(
+        topk_indices=torch.cat([routes, routes, torch.tensor([[[6, 7]]])]),
+        layer_numbers=(1,),
+        num_experts=8,
+        token_ids=[5, 6, 7, 5, 6, 7, 0],
+        sequence_lengths=(3, 4),
+    )
+    for trace in (whole, mrr.concat_traces([whole[1], whole[0]])):
+        recording = nullcontext()
+        recording.gather = lambda *groups, trace=trace: trace
+        monkeypatch.setattr(mrr, "record", lambda *_, recording=recording, **__: recording)
+        monkeypatch.setattr(replayer, "_installed", [SimpleNamespace(in_pass=lambda kind: nullcontext())])
+        for name in ("tensor_model_parallel", "context_parallel", "pipeline_model_parallel"):
+            monkeypatch.setattr(parallel_state, f"get_{name}_group", lambda: None)
+        monkeypatch.setattr(parallel_state, "is_pipeline_last_stage", lambda **_: True)
+        ids = torch.nested.nested_tensor([torch.tensor([5, 6, 7, 0])], layout=torch.jagged)
+        output = verl._record([], {"input_ids": ids}, lambda: {"model_output": {}})
+        (values,) = output["model_output"]["routed_experts"].unbind()
+        assert token_layers.without(values).tolist() == [[[0, 1]], [[2, 3]], [[4, 5]], [[6, 7]]]
 
 
 @pytest.mark.parametrize("audits", [False, True])
