@@ -52,7 +52,9 @@ def test_an_audit_of_ms_swift_forgets_the_log_probs_of_a_step_that_trained(monke
     """Training is compared with the routes that its log-probs passes got, and these only once."""
     entered = []
     monkeypatch.setattr(ms_swift.replayer, "active", lambda: SimpleNamespace(audits=True))
-    monkeypatch.setattr(ms_swift, "_enter", lambda replay, chunks, batches, are_trained: entered.append(batches))
+    monkeypatch.setattr(
+        ms_swift, "_enter", lambda replay, chunks, batches, are_trained: entered.append((batches, are_trained))
+    )
     me = SimpleNamespace(
         args=SimpleNamespace(router_replay_mode="R3"),
         unwrapped_models=[SimpleNamespace(training=True)],
@@ -66,7 +68,7 @@ def test_an_audit_of_ms_swift_forgets_the_log_probs_of_a_step_that_trained(monke
     monkeypatch.setattr(ms_swift, "_audited", [log_probs])
     for batch in (first, second):
         assert list(ms_swift._replace_data(replace, me, iter([batch]))) == [batch]
-    assert entered == [[log_probs], [second]]
+    assert entered == [([log_probs], True), ([second], True)]
 
 
 @pytest.mark.parametrize(("rows", "raises"), [([3, 2], False), ([4, 3], False), ([3, 1], True)])
