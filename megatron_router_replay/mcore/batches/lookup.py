@@ -146,22 +146,21 @@ class RowLookup:
         segments = self._reader.segments_of(
             inputs, shape, group, *to_host([inputs.cu_seqlens, inputs.unpadded_cu_seqlens])
         )
-        num_computed = len(segments.begin) - (
-            inputs.cu_seqlens is not None
-        )  # the last segment of a packed row is its rest
+        is_packed = inputs.cu_seqlens is not None
+        num_computed = len(segments.begin) - is_packed  # the last segment of a packed row is its rest
         if num_computed != len(raw.begin):
             raise LayoutError(
                 f"MRR201: {where}: this pipeline stage was given input_ids of {len(raw.begin)} sequences and computes "
                 f"{num_computed}: pass it the ids as the first stage gets them."
             )
         lengths = (segments.stop - segments.begin)[:num_computed]
-        if inputs.cu_seqlens is not None and self._padding is None and not raw.lengths_known:
+        if is_packed and self._padding is None and not raw.lengths_known:
             # cu_seqlens gives the lengths of packed sequences, so raw tokens after them are padding.
             raw = replace(raw, stop=np.minimum(raw.stop, raw.begin + lengths))
         readings = self._read(raw, tokens, where)
         start, count, row, live = _columns(readings)
         # Packing removes padding on the left, and may cut a sequence on the right. Rows that were split keep both.
-        offset = (raw.start - raw.begin + start) * (inputs.cu_seqlens is None and raw.total == segments.total)
+        offset = (raw.start - raw.begin + start) * (not is_packed and raw.total == segments.total)
         lengths = lengths - offset
         count = np.minimum(count, lengths)
         live = np.minimum(live, lengths - count)
