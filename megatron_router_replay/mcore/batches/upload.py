@@ -35,7 +35,7 @@ class LayerRoutes:
             wait_stream(self._stream, self.topk_indices)
             layers = range(number * _BLOCK, min((number + 1) * _BLOCK, self.topk_indices.shape[1]))
             source = self.topk_indices[:, layers.start : layers.stop].transpose(0, 1)
-            widened = torch.empty(source.shape, dtype=torch.int64, device=source.device).copy_(source)
+            widened = source.to(torch.int64, copy=True, memory_format=torch.contiguous_format)
             found = self._blocks[number] = widened.unbind(), set(layers), current_stream(widened.device)
         block, missing, stream = found
         layer = block[position % _BLOCK]
