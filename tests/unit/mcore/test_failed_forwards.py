@@ -1,12 +1,15 @@
 """Forwards that fail, stop halfway or call a router twice: later ones keep their own routes, or the session raises."""
 
 from asyncio import CancelledError
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError
+from megatron_router_replay.mcore.batches import microbatch
+from megatron_router_replay.mcore.sessions.record import RecordedRoutes
 from tests.unit.mcore.tiny_chunk import (
     EXPERTS,
     ROWS,
@@ -139,6 +142,69 @@ def test_one_micro_batch_at_a_time_is_given(start):
     chunk(tokens(), 1)
     session.close()
     assert session.report.microbatches == 2
+
+
+def fails_once(call):
+    """Return the function, whose first call finds no memory."""
+    errors = [torch.OutOfMemoryError("injected")]
+
+    def fail(*args):
+        if errors:
+            raise errors.pop()
+        return call(*args)
+
+    return fail
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_a_forward_that_found_no_memory_for_its_masks_is_repeated(monkeypatch, by_hand):
+    chunk, rows = Chunk(), ROWS.clone()
+    rows[0, 3] = -1
+    mask = torch.arange(8) != 3
+    trace = random_trace(8, token_ids=tokens().flatten(), sequence_lengths=[4, 4], replay_mask=mask)
+    monkeypatch.setattr(microbatch, "to_device", fails_once(microbatch.to_device))
+    with mrr.replay(chunk, trace) as session, watched(chunk) as seen:
+        for error in (pytest.raises(torch.OutOfMemoryError), nullcontext()):
+            if by_hand:
+                session.microbatch(rows)
+            with error:
+                chunk(tokens(), 0)
+    assert (session.report.microbatches, wrong_replays(seen, trace, ROWS)) == (1, 0)
+
+
+def test_a_forward_whose_routes_found_no_memory_is_neither_recorded_nor_counted(monkeypatch):
+    chunk = Chunk()
+    monkeypatch.setattr(RecordedRoutes, "_to_host", fails_once(RecordedRoutes._to_host))
+    with mrr.record(chunk, padding_token_ids=[]) as recording:
+        with pytest.raises(torch.OutOfMemoryError):
+            chunk(tokens())
+        chunk(tokens())
+        assert recording._microbatches.chunks[0].digest[0] == 1  # which pipeline stages compare
+    assert recording.trace().sequence_lengths == (4, 4)
+    assert (recording.report.microbatches, recording.report.rows_live) == (1, 8)
+
+
+def test_what_was_refused_or_failed_is_counted_nowhere():
+    chunk, rows = Chunk(), torch.tensor([[0, 1, 2, 3], [0, 1, 2, -1]])
+    with mrr.replay(chunk, random_trace(8)) as session:
+        with pytest.raises(LayoutError, match="MRR101"):
+            session.microbatch(rows, token_ids=tokens())
+        session.microbatch(rows)
+        chunk.fail_at = 1
+        with pytest.raises(ArithmeticError):
+            chunk(tokens())
+        session.microbatch(rows)
+        chunk(tokens())
+    assert session.report.rows_repeated == 3
+    of_both = {"token_ids": [1, 2, 3, 4] * 2, "sequence_lengths": [4, 4]}
+    routes = random_trace(4).topk_indices.repeat(2, 1, 1)
+    trace = mrr.RoutingTrace(topk_indices=routes, layer_numbers=(1, 2, 3), num_experts=EXPERTS, **of_both)
+    with mrr.replay(chunk, trace) as session:
+        chunk.fail_at = 1
+        with pytest.raises(ArithmeticError):
+            chunk(torch.tensor([[1, 2, 3, 4]]))
+        chunk(torch.tensor([[1, 2, 3, 4]]))
+    assert session.report.segments_ambiguous == 1
 
 
 def test_a_failure_before_the_chunk_hides_no_router_that_was_left_out():
