@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError
@@ -182,6 +183,54 @@ def test_a_forward_whose_routes_found_no_memory_is_neither_recorded_nor_counted(
         assert recording._microbatches.chunks[0].digest[0] == 1  # which pipeline stages compare
     assert recording.trace().sequence_lengths == (4, 4)
     assert (recording.report.microbatches, recording.report.rows_live) == (1, 8)
+
+
+class FailsAt(TorchFunctionMode):
+    """Let the n-th operation of torch find no memory."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.left = number
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.left -= function is not torch.as_tensor  # which takes no memory for a tensor
+        if self.left == 0:
+            self.left = -1  # once
+            raise torch.OutOfMemoryError("injected")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["replay", "rows by hand", "record"])
+def test_a_forward_that_fails_at_any_operation_is_repeated_exactly_and_counted_once(kind):
+    chunk, mask = Chunk(), torch.arange(8) != 3
+    chunk.around = reentrant
+    trace = random_trace(8, token_ids=tokens().flatten(), sequence_lengths=[4, 4], replay_mask=mask)
+    options = {"verify": True, "min_agreement": 0, "ask_every_layer": True}
+    session = mrr.record(chunk, padding_token_ids=[]) if kind == "record" else mrr.replay(chunk, trace, **options)
+    num_failed = num_forwards = 0
+    with watched(chunk) as seen:
+        while num_failed == num_forwards:
+            failing, num_forwards = FailsAt(num_forwards + 1), num_forwards + 1
+            for mode in (failing, nullcontext()):
+                try:
+                    with mode:
+                        # They are there still if the forward failed before it took them.
+                        if kind == "rows by hand" and session._microbatches.chunks[0].given is None:
+                            session.microbatch(ROWS)
+                        output = chunk(tokens(), 0)
+                    break
+                except torch.OutOfMemoryError:
+                    num_failed += 1
+        disturbed_backward(chunk, output.square().sum())
+        session.close()
+    assert num_failed == num_forwards - 1 > 100
+    report, num_rows = session.report, 8 * num_forwards
+    assert (report.microbatches, report.rows_replayed + report.rows_live) == (num_forwards, num_rows)
+    assert session._microbatches.chunks[0].digest[0] == num_forwards
+    if kind == "record":
+        trace = session.trace()
+        assert trace.sequence_lengths == (4,) * (2 * num_forwards)
+    assert wrong_replays(seen, trace) == 0
 
 
 def test_what_was_refused_or_failed_is_counted_nowhere():
