@@ -56,7 +56,11 @@ _is_forward = [False]
 """Whether ms-swift set REPLAY_FORWARD. Kept here, because a pipeline stage of dense layers has no router to read it from."""
 
 _audited: list[Mapping[str, Any]] = []
-"""Micro-batches of log-probs since the newest training step; under an audit only these have the rollout's own routes."""
+"""Micro-batches of the newest rollout's log-probs, for all of its training steps (steps_per_generation); under an audit only
+these have the rollout's own routes."""
+
+_is_trained = [False]
+"""Whether a training step took these, so that the next log-probs are of another rollout."""
 
 
 def install(**options: Any) -> None:
@@ -68,7 +72,7 @@ def install(**options: Any) -> None:
     _options.clear()
     _options.update(options)
     _audited.clear()
-    _is_forward[0] = False
+    _is_forward[0] = _is_trained[0] = False
     # Not before ms-swift itself is imported: the actions are Megatron-Core's, which any program may set.
     when_imported(STEP.module, lambda module: _hook_actions(options))
     hook(LOGPS, _compute_logps)
@@ -111,6 +115,9 @@ def _compute_logps(original: Any, *args: Any, **kwargs: Any) -> Any:
     replay, model, data = replayer.active(), call.arguments["model"], dict(next(call.arguments["data_iterator"]))
     _enter(replay, model, [data])
     if replay.audits:
+        if _is_trained[0]:
+            _audited.clear()
+            _is_trained[0] = False
         _audited.append(data)
     call.arguments["data_iterator"] = iter([dict(data)])
 
@@ -124,15 +131,16 @@ def _compute_logps(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _replace_data(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Take the samples of the micro-batches that a training step gets."""
+    self, kept = bind(original, *args, **kwargs).arguments["self"], (list(_audited), _is_trained[0])
     iterator = original(*args, **kwargs)
-    self = bind(original, *args, **kwargs).arguments["self"]
     if getattr(self.args, "router_replay_mode", "") != "R3" or not self.unwrapped_models[0].training:
+        _audited[:], _is_trained[0] = kept  # an evaluation's log-probs are not trained
         return iterator
     replay, batches = replayer.active(), []
     while (batch := next(iterator, None)) is not None:  # no `for`: Megatron-Core's RerunDataIterator is not iterable
         batches.append(dict(batch))
     _enter(replay, self.wrapped_models, list(_audited) or batches, are_trained=True)
-    _audited.clear()
+    _is_trained[0] = True
     if not replay.audits:
         for each in batches:
             del each[FIELD]

@@ -153,8 +153,10 @@ class _WhenImported(MetaPathFinder):
             # A loader of several modules, such as that of a zip file, loads the next one as before.
             vars(loader).pop("exec_module", None)
             execute(module)
-            for then in self.waiting.pop(module.__name__, []):
+            for then in self.waiting.get(module.__name__, []):
                 then(module)
+            # Not before: of a module whose hook raised, the next import must raise too, and not run without hooks.
+            self.waiting.pop(module.__name__, None)
 
         loader.exec_module = exec_module
 

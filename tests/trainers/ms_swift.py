@@ -144,7 +144,7 @@ def step(
         me.unwrapped_models, me.wrapped_models = [chunk.module for chunk in chunks], chunks
         me.enable_routing_replay, me.beta, me.temperature, me.micro_batch_size = True, 0.0, 1.0, 2
         me._has_teacher_explicit = me._is_dynamic_self_distillation = me.use_teacher_api = False
-        me.compute_entropy, me._step, me.steps_per_generation = False, 0, 1
+        me.compute_entropy, me._step, me.steps_per_generation = False, 0, flags.get("steps", 1)
         me.optimizer, me.opt_param_scheduler = small_model.NoOptimizer(), Config(step=lambda increment: None)
         me.loss_func = lambda output_tensor, data: (output_tensor.float().sum(), {})
         for name in ("logical_and_across_model_parallel_group", "reduce_max_stat_across_model_parallel_group"):
@@ -161,10 +161,13 @@ def step(
                 """Replace the generation, and what follows it in `_generate_and_score_completions`."""
                 made = [me._maybe_compute_logps(each) for each in micro_batches(seed, args)]
                 seen.mark()
-                return [made]
+                return [made] * me.steps_per_generation
 
             me._build_rollout_buffer = roll_out
-            me.train_step(None)
+            for step in range(me.steps_per_generation):
+                if step:
+                    seen.mark()
+                me.train_step(None)
         return seen.counts()
 
 

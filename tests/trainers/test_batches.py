@@ -48,27 +48,39 @@ def test_ms_swift_refuses_a_batch_without_routes_and_its_own_recording():
         ms_swift._set_action(lambda router_replay_action: None, record)
 
 
-def test_an_audit_of_ms_swift_forgets_the_log_probs_of_a_step_that_trained(monkeypatch):
-    """Training is compared with the routes that its log-probs passes got, and these only once."""
+def test_an_audit_of_ms_swift_compares_each_step_of_a_rollout_with_its_log_probs_alone(monkeypatch):
+    """With steps_per_generation=2, and an evaluation between two steps."""
+    replay = SimpleNamespace(audits=True, run=lambda forward, **_: (None, None))
+    monkeypatch.setattr(ms_swift.replayer, "active", lambda: replay)
+    monkeypatch.setattr(ms_swift, "_audited", [])
+    monkeypatch.setattr(ms_swift, "_is_trained", [False])
+    monkeypatch.setattr(ms_swift, "_is_forward", [True])
     entered = []
-    monkeypatch.setattr(ms_swift.replayer, "active", lambda: SimpleNamespace(audits=True))
-    monkeypatch.setattr(
-        ms_swift, "_enter", lambda replay, chunks, batches, are_trained: entered.append((batches, are_trained))
-    )
-    me = SimpleNamespace(
-        args=SimpleNamespace(router_replay_mode="R3"),
-        unwrapped_models=[SimpleNamespace(training=True)],
-        wrapped_models=[],
-    )
+
+    def enter(replay, chunks, batches, are_trained=False):
+        if are_trained:
+            entered.append([each["input_ids"] for each in batches])
+
+    monkeypatch.setattr(ms_swift, "_enter", enter)
+
+    def log_probs(model, data_iterator):
+        raise AssertionError
 
     def replace(self, data_iterator):
+        for name in self.rolled_out:
+            ms_swift._compute_logps(log_probs, None, iter([{"input_ids": name}]))
         return data_iterator
 
-    log_probs, first, second = ({"input_ids": name} for name in ("log-probs", "first", "second"))
-    monkeypatch.setattr(ms_swift, "_audited", [log_probs])
-    for batch in (first, second):
+    for trains, rolled_out in ((True, "ab"), (False, "e"), (True, ""), (True, "cd"), (False, "e"), (True, "")):
+        me = SimpleNamespace(
+            args=SimpleNamespace(router_replay_mode="R3"),
+            unwrapped_models=[SimpleNamespace(training=trains)],
+            wrapped_models=[],
+            rolled_out=rolled_out,
+        )
+        batch = {"input_ids": "ms-swift's own"}
         assert list(ms_swift._replace_data(replace, me, iter([batch]))) == [batch]
-    assert entered == [([log_probs], True), ([second], True)]
+    assert entered == [["a", "b"], ["a", "b"], ["c", "d"], ["c", "d"]]
 
 
 @pytest.mark.parametrize(("rows", "raises"), [([3, 2], False), ([4, 3], False), ([3, 1], True)])

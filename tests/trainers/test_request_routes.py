@@ -162,6 +162,7 @@ def collection_of(rollout, ledger, store):
     ("names", "collection", "row", "text"),
     [
         ("xy", 0, None, "MRR802: no request of this rollout has routes"),
+        ("", 0, None, r"MRR802: no request of this rollout has routes.* recovers from a rollout bank"),
         ("ab", 8, None, None),
         ("ab", 9, None, "MRR802: no request of this rollout has routes"),  # kept for eight collections
         ("a", 0, None, "MRR802: rollout 0 has 2 turns and 1 completion ids"),

@@ -74,3 +74,19 @@ def test_a_module_that_is_imported_later_is_checked_then(trainer):
         SeamError, match=r"MRR808: slime.backends.megatron_utils.actor.MegatronTrainRayActor.fill is gone"
     ):
         __import__("slime.backends.megatron_utils.actor")
+
+
+def test_a_module_whose_seam_moved_raises_in_each_attempt_to_import_it(tmp_path, monkeypatch):
+    """A trainer that catches the first error, as lazy modules do, must not get the module without its hooks."""
+    (tmp_path / "moved_twice.py").write_text("def double(x):\n    return 2 * x\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    seams.hook(seams.Seam("moved_twice", "double", "x"), lambda original, x: original(x) + 1)
+    seams.hook(seams.Seam("moved_twice", "triple"), None)
+    for _ in range(2):
+        with pytest.raises(SeamError, match=r"MRR808: moved_twice\.triple is gone"):
+            importlib.import_module("moved_twice")
+    (tmp_path / "moved_twice.py").write_text("def double(x):\n    return 2 * x\n\n\ndef triple(x):\n    return 3 * x\n")
+    importlib.invalidate_caches()
+    assert importlib.import_module("moved_twice").double(3) == 7
+    del sys.modules["moved_twice"]
+    assert "moved_twice" not in seams._finder.waiting

@@ -206,6 +206,15 @@ def test_the_audit_of_a_replay_by_rows_counts_what_the_oracle_counts(trainer, fl
     assert (last.compared, last.wrong, sum(each.not_found for each in findings)) == (138, wrong, 0)
 
 
+def test_an_audit_compares_each_training_step_of_an_ms_swift_rollout(unedited, on_ranks):
+    """Of two, with sequence parallelism: the routes in ms-swift's own batches are those of one rank's rows."""
+    options, flags = {"moe_token_dispatcher_type": "allgather"}, PACKED | {"steps": 2}
+    step = partial(ms_swift.step, audits=True)
+    for (*_, first, second), findings in on_ranks(2, audited, step, "1", unedited(ms_swift), TP2, options, flags):
+        assert [(each.compared, each.wrong) for each in findings[-2:]] == [first["train"], second["train"]]
+        assert first["train"][0]
+
+
 def test_an_audit_raises_if_it_is_asked_to(unedited, workers_1):
     with pytest.raises(
         WorkersError, match="MRR811: audit of SkyRL's replay, forward-only pass 1: 129 of 138 decisions"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_pg_rank, get_pg_size
@@ -53,7 +54,6 @@ class Chunk:
         self.index = index
         self.levels = wrappers(outermost)
         self.replayed_routers = replayed_routers
-        self.device = replayed_routers[0].router.weight.device
         self.config: Any = replayed_routers[0].router.config
         self.where, self._missing = f"rank {rank}, chunk {index}", missing
         self._layers = [f"layer {found.layer_number}" for found in replayed_routers]
@@ -75,6 +75,12 @@ class Chunk:
     def module(self) -> nn.Module:
         """The innermost model."""
         return self.levels[-1]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the routers are; asked in each forward, because a model may be moved within a session."""
+        device: torch.device = self.replayed_routers[0].router.weight.device
+        return device
 
     def router_view(self, values: Tensor) -> Tensor:
         """Return [b, s, ...] values as this rank's routers see their tokens: s-major, this rank's sequence-parallel part."""
@@ -164,10 +170,10 @@ class Chunk:
             )
         if self.given is None:
             self._raise_missing(self._layers[0])
-        self.current, self.given = self.given, None
-        self._is_running, self._is_done = is_running, False
-        self.current.upload(self.device)
-        return self.current
+        microbatch, self.given = self.given, None
+        microbatch.upload(self.device)  # before anything begins: a forward that finds no memory here may be repeated
+        self.current, self._is_running, self._is_done = microbatch, is_running, False
+        return microbatch
 
     def leave(self, *, failed: bool) -> None:
         """End the forward of the module; only one that returned is a success."""
@@ -208,9 +214,11 @@ class Chunk:
         if current is None or self._is_done or not current.is_routed:
             return
         self._is_done = True
-        self.digest = [self.digest[0] + 1, zlib.crc32(current.digest.to_bytes(4), self.digest[1])]
-        self._microbatches.on_done(self, current)
-        current.free()
+        try:
+            self._microbatches.on_done(self, current)
+            self.digest = [self.digest[0] + 1, zlib.crc32(current.digest.to_bytes(4), self.digest[1])]
+        finally:
+            current.free()
 
     def problems(self) -> Iterator[str]:
         """Yield micro-batches that not every router has routed; forwards that failed do not count."""

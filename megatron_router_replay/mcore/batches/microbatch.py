@@ -19,7 +19,7 @@ class Microbatch:
     Args:
         shape: (positions, sequences) of the tokens as this rank's routers get them, [s, b, h] without h.
         batch_shape: (b, s) of the tokens as this rank's model gets them.
-        counts: kind ("rows", "live", "padding") -> number of rows.
+        counts: kind -> number; "rows", "live", "padding" and, of a replay, "repeated" rows and "ambiguous" segments.
         num_routers: routers of the chunk that route it.
         routes: the experts that they replay; None: they route live, for a recording.
         live_positions: [num_live] int64, positions of the rows that the live router decides, on the routers' device once the

@@ -26,6 +26,7 @@ class RowInputs:
 
     Attributes:
         lowest, highest: of the rows; 0 and -1 if there are none.
+        num_repeated: rows by hand that a replay was given again in this forward.
     """
 
     rows: Tensor
@@ -35,6 +36,7 @@ class RowInputs:
     lengths: Tensor | None = None
     lowest: int = field(init=False)
     highest: int = field(init=False)
+    num_repeated: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         values = self.rows.numpy()  # faster than torch with as few as a batch has

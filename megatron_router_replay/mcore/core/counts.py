@@ -55,15 +55,22 @@ class Counts:
     @staticmethod
     def read(all_counts: Iterable[Counts]) -> None:
         """Bring all scalars on a GPU to the host in one copy."""
-        taken: list[tuple[Counts, str, Tensor]] = []
+        taken: list[tuple[Counts, tuple[str, Tensor, Any]]] = []
         for counts in all_counts:
             with counts._lock:
-                for name, count, stream in counts._pending:
-                    wait_stream(stream, count)
-                    taken.append((counts, name, count))
+                taken += [(counts, each) for each in counts._pending]
                 counts._pending = []
-        if taken:
+        if not taken:
+            return
+        try:
+            for _, (_, count, stream) in taken:
+                wait_stream(stream, count)
             # One copy for all sessions' counts: each would wait for the device.
-            values = torch.cat([count.reshape(1) for _, _, count in taken])
-            for (counts, name, _), count in zip(taken, values.tolist()):
-                counts.add(**{name: int(count)})
+            values = torch.cat([count.reshape(1) for _, (_, count, _) in taken]).tolist()
+        except BaseException:  # a later read must find them
+            for counts, each in taken:
+                with counts._lock:
+                    counts._pending.append(each)
+            raise
+        for (counts, (name, *_)), count in zip(taken, values):
+            counts.add(**{name: int(count)})

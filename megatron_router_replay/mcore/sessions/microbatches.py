@@ -241,8 +241,8 @@ class Microbatches:
 
     def on_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
         """Count a micro-batch that every router has routed, after its forward returned."""
+        self.strategy.keep(chunk, microbatch)  # first, because what finds no memory to be kept is not counted
         chunk.counts.add(microbatches=1, **microbatch.counts)
-        self.strategy.keep(chunk, microbatch)
 
     # ---- the end
     def report(self, report: SessionReport) -> SessionReport:

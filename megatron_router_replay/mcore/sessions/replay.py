@@ -101,16 +101,14 @@ class TraceRoutes(Strategy):
         """Return the rows of a forward's tokens; None: the trace has no tokens to find them by."""
         if self._lookup is None:
             return None
-        found = self._lookup.find(chunk.module, inputs, f"{chunk.where}, micro-batch {chunk.num_begun}")
-        chunk.counts.add(ambiguous=found.num_ambiguous)
-        return found
+        return self._lookup.find(chunk.module, inputs, f"{chunk.where}, micro-batch {chunk.num_begun}")
 
     def check(self, chunk: Chunk, inputs: RowInputs) -> None:
         """Check rows that were given by hand, and count those that are repeated."""
         check_padding(inputs)
         check_range(inputs, self._trace.num_tokens)
         # Not of rows that tokens found: the tokens of a batch may well contain a sample twice.
-        self._count_repeated(chunk, inputs)
+        inputs.num_repeated = self._num_repeated(chunk, inputs)
 
     def make_microbatch(self, chunk: Chunk, inputs: RowInputs) -> Microbatch:
         """Return the micro-batch that replays these rows of the trace, as this rank's routers see them."""
@@ -141,7 +139,13 @@ class TraceRoutes(Strategy):
         return Microbatch(
             shape=chunk.router_shape(shape),
             batch_shape=shape,
-            counts={"rows": router_rows.numel(), "live": num_live, "padding": num_padding},
+            counts={
+                "rows": router_rows.numel(),
+                "live": num_live,
+                "padding": num_padding,
+                "repeated": inputs.num_repeated,
+                "ambiguous": inputs.num_ambiguous,
+            },
             num_routers=len(chunk.replayed_routers),
             routes=LayerRoutes(take_rows(self._routes_of[chunk.index], gathered, chunk.device)),
             live_positions=live_positions,
@@ -153,17 +157,17 @@ class TraceRoutes(Strategy):
         )
 
     # ---- checks of rows
-    def _count_repeated(self, chunk: Chunk, inputs: RowInputs) -> None:
-        """Count the rows that a micro-batch names again: one token is trained on the routes of another."""
+    def _num_repeated(self, chunk: Chunk, inputs: RowInputs) -> int:
+        """Return how many rows a micro-batch names again: one token is trained on the routes of another."""
         # Sequence-parallel ranks get the same rows: the first of them counts.
         if chunk.sequence_share[0] or not inputs.rows.numel():
-            return
+            return 0
         rows = inputs.rows.numpy().ravel()
         if inputs.lowest < 0:
             rows = rows[rows >= 0]
         is_named = np.zeros(inputs.highest + 1 - max(inputs.lowest, 0), dtype=np.bool_)
         is_named[rows - max(inputs.lowest, 0)] = True
-        chunk.counts.add(repeated=rows.size - int(np.count_nonzero(is_named)))
+        return rows.size - int(np.count_nonzero(is_named))
 
     def _check_known(self, rows: Tensor, unrouted: Tensor) -> None:
         """Check that the trace has a token id for each row without a route; `merge_traces` leaves rows of no rank without."""

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import pytest
 import torch
 
 from megatron_router_replay.mcore.core.counts import Counts
@@ -38,3 +39,11 @@ def test_many_counts_are_added_up_where_they_are():
     assert sum(later <= earlier for earlier, later in pairwise(pending)) < 10, "seldom: each time costs launches"
     Counts.read([tally])
     assert (tally["a"], tally["b"]) == (499_500, 500)
+
+
+def test_counts_that_could_not_be_read_wait_for_the_next_time():
+    counts = Counts()
+    counts.add(a=torch.ones((), device="meta"))  # has no value
+    with pytest.raises(NotImplementedError):
+        Counts.read([counts])
+    assert [name for name, *_ in counts._pending] == ["a"]

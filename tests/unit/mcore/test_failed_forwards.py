@@ -1,12 +1,16 @@
 """Forwards that fail, stop halfway or call a router twice: later ones keep their own routes, or the session raises."""
 
 from asyncio import CancelledError
+from contextlib import nullcontext
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError
+from megatron_router_replay.mcore.batches import microbatch
+from megatron_router_replay.mcore.sessions.record import RecordedRoutes
 from tests.unit.mcore.tiny_chunk import (
     EXPERTS,
     ROWS,
@@ -139,6 +143,117 @@ def test_one_micro_batch_at_a_time_is_given(start):
     chunk(tokens(), 1)
     session.close()
     assert session.report.microbatches == 2
+
+
+def fails_once(call):
+    """Return the function, whose first call finds no memory."""
+    errors = [torch.OutOfMemoryError("injected")]
+
+    def fail(*args):
+        if errors:
+            raise errors.pop()
+        return call(*args)
+
+    return fail
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_a_forward_that_found_no_memory_for_its_masks_is_repeated(monkeypatch, by_hand):
+    chunk, rows = Chunk(), ROWS.clone()
+    rows[0, 3] = -1
+    mask = torch.arange(8) != 3
+    trace = random_trace(8, token_ids=tokens().flatten(), sequence_lengths=[4, 4], replay_mask=mask)
+    monkeypatch.setattr(microbatch, "to_device", fails_once(microbatch.to_device))
+    with mrr.replay(chunk, trace) as session, watched(chunk) as seen:
+        for error in (pytest.raises(torch.OutOfMemoryError), nullcontext()):
+            if by_hand:
+                session.microbatch(rows)
+            with error:
+                chunk(tokens(), 0)
+    assert (session.report.microbatches, wrong_replays(seen, trace, ROWS)) == (1, 0)
+
+
+def test_a_forward_whose_routes_found_no_memory_is_neither_recorded_nor_counted(monkeypatch):
+    chunk = Chunk()
+    monkeypatch.setattr(RecordedRoutes, "_to_host", fails_once(RecordedRoutes._to_host))
+    with mrr.record(chunk, padding_token_ids=[]) as recording:
+        with pytest.raises(torch.OutOfMemoryError):
+            chunk(tokens())
+        chunk(tokens())
+        assert recording._microbatches.chunks[0].digest[0] == 1  # which pipeline stages compare
+    assert recording.trace().sequence_lengths == (4, 4)
+    assert (recording.report.microbatches, recording.report.rows_live) == (1, 8)
+
+
+class FailsAt(TorchFunctionMode):
+    """Let the n-th operation of torch find no memory."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.left = number
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.left -= function is not torch.as_tensor  # which takes no memory for a tensor
+        if self.left == 0:
+            self.left = -1  # once
+            raise torch.OutOfMemoryError("injected")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["replay", "rows by hand", "record"])
+def test_a_forward_that_fails_at_any_operation_is_repeated_exactly_and_counted_once(kind):
+    chunk, mask = Chunk(), torch.arange(8) != 3
+    chunk.around = reentrant
+    trace = random_trace(8, token_ids=tokens().flatten(), sequence_lengths=[4, 4], replay_mask=mask)
+    options = {"verify": True, "min_agreement": 0, "ask_every_layer": True}
+    session = mrr.record(chunk, padding_token_ids=[]) if kind == "record" else mrr.replay(chunk, trace, **options)
+    num_failed = num_forwards = 0
+    with watched(chunk) as seen:
+        while num_failed == num_forwards:
+            failing, num_forwards = FailsAt(num_forwards + 1), num_forwards + 1
+            for mode in (failing, nullcontext()):
+                try:
+                    with mode:
+                        # They are there still if the forward failed before it took them.
+                        if kind == "rows by hand" and session._microbatches.chunks[0].given is None:
+                            session.microbatch(ROWS)
+                        output = chunk(tokens(), 0)
+                    break
+                except torch.OutOfMemoryError:
+                    num_failed += 1
+        disturbed_backward(chunk, output.square().sum())
+        session.close()
+    assert num_failed == num_forwards - 1 > 100
+    report, num_rows = session.report, 8 * num_forwards
+    assert (report.microbatches, report.rows_replayed + report.rows_live) == (num_forwards, num_rows)
+    assert session._microbatches.chunks[0].digest[0] == num_forwards
+    if kind == "record":
+        trace = session.trace()
+        assert trace.sequence_lengths == (4,) * (2 * num_forwards)
+    assert wrong_replays(seen, trace) == 0
+
+
+def test_what_was_refused_or_failed_is_counted_nowhere():
+    chunk, rows = Chunk(), torch.tensor([[0, 1, 2, 3], [0, 1, 2, -1]])
+    with mrr.replay(chunk, random_trace(8)) as session:
+        with pytest.raises(LayoutError, match="MRR101"):
+            session.microbatch(rows, token_ids=tokens())
+        session.microbatch(rows)
+        chunk.fail_at = 1
+        with pytest.raises(ArithmeticError):
+            chunk(tokens())
+        session.microbatch(rows)
+        chunk(tokens())
+    assert session.report.rows_repeated == 3
+    of_both = {"token_ids": [1, 2, 3, 4] * 2, "sequence_lengths": [4, 4]}
+    routes = random_trace(4).topk_indices.repeat(2, 1, 1)
+    trace = mrr.RoutingTrace(topk_indices=routes, layer_numbers=(1, 2, 3), num_experts=EXPERTS, **of_both)
+    with mrr.replay(chunk, trace) as session:
+        chunk.fail_at = 1
+        with pytest.raises(ArithmeticError):
+            chunk(torch.tensor([[1, 2, 3, 4]]))
+        chunk(torch.tensor([[1, 2, 3, 4]]))
+    assert session.report.segments_ambiguous == 1
 
 
 def test_a_failure_before_the_chunk_hides_no_router_that_was_left_out():

@@ -38,6 +38,18 @@ def left_over(chunk):
     return on + [holder for router in chunk.routers for holder in sources_of(router)]
 
 
+def test_a_model_may_be_moved_within_a_session():
+    """As a trainer does that keeps a model on the host between steps; here it is on no device when the session begins."""
+    chunk = Chunk()
+    weights = {name: values.clone() for name, values in chunk.state_dict().items()}
+    mask = torch.arange(8) != 3
+    trace = random_trace(8, token_ids=tokens().flatten(), sequence_lengths=[4, 4], replay_mask=mask)
+    with mrr.replay(chunk.to("meta"), trace) as session, watched(chunk) as seen:
+        chunk.to_empty(device="cpu").load_state_dict(weights)
+        chunk(tokens(), 0)
+    assert (wrong_replays(seen, trace), session.report.rows_replayed) == (0, 7)
+
+
 @pytest.mark.parametrize("by", ["close", "exception", "close_sessions"])
 def test_a_session_that_is_over_takes_nothing_and_cannot_be_begun_again(by):
     chunk = Chunk()
