@@ -133,7 +133,8 @@ class Program:
             if prefix not in self._known:
                 self._known[prefix] = self._draw_experts()
             # An engine's second run over a prefix may differ in a near-tie.
-            experts.append(self._draw_experts() if draw.random() < 0.005 else self._known[prefix])
+            known = self._known[prefix]
+            experts.append(self._flipped(known) if draw.random() < 0.01 else known)
         experts[-1] = None  # the engine did not run the last token
         if draw.random() < 0.03:  # it lost rows
             first = draw.randrange(len(tokens))
@@ -142,6 +143,13 @@ class Program:
 
     def _draw_experts(self) -> Experts:
         return tuple(tuple(sorted(self.random.sample(range(EXPERTS), TOPK))) for _ in LAYERS)
+
+    def _flipped(self, experts: Experts) -> Experts:
+        """Return the experts of a token with another one in one layer."""
+        flipped, layer = [list(each) for each in experts], self.random.randrange(len(LAYERS))
+        others = sorted(set(range(EXPERTS)) - set(flipped[layer]))
+        flipped[layer][self.random.randrange(TOPK)] = self.random.choice(others)
+        return tuple(tuple(sorted(each)) for each in flipped)
 
     def trace(self) -> mrr.RoutingTrace:
         routes = [
