@@ -47,7 +47,8 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
             buffer the part of the buffer that was written.
         router_replay_action: the action of the next forward; None: route live.
         replay_backward_list: FIFO of targets, filled by `set_target_indices`. Each forward or recompute under REPLAY_BACKWARD
-            takes one entry off; a recompute of a checkpoint uses what its forward used.
+            takes one entry off; a recompute of a checkpoint uses what its forward used. A forward that failed leaves its
+            entry: call `clear_indices` before its targets are set again.
         static_buffer: [max_tokens, topk] that recordings are written into, or None; Megatron-Core's own, since 0.17.
     """
 
