@@ -94,12 +94,14 @@ def merge_traces(
         part has them (-1 is unknown); sequence_lengths and sample_ids are those of the longest parts.
 
     Raises:
-        TraceError: no parts; parts of different models; two parts recorded different experts, different tokens or
-            different weight versions for the same row; a row is missing in a layer or altogether. Names parts, rows and
-            layers.
+        TraceError: no parts, or not one name for each; parts of different models; two parts recorded different experts,
+            different tokens or different weight versions for the same row; a row is missing in a layer or altogether. Names
+            parts, rows and layers.
     """
     _check_list(parts, "merge")
     names = [f"part {i}" for i in range(len(parts))] if names is None else names
+    if len(names) != len(parts):  # parts without a name would be left out
+        raise TraceError(f"MRR107: cannot merge {len(parts)} parts with {len(names)} names: give one name for each.")
     # A part without layers (a stage of dense layers) has no expert count.
     with_layers = _check_same(parts, "merge", ("num_experts", "topk"), names)
     num_tokens = max(part.num_tokens for part in parts)

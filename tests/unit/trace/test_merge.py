@@ -182,6 +182,18 @@ def test_parts_of_other_models_or_batches_raise():
         merge_traces([one, other])
 
 
+def test_names_of_fewer_parts_drop_no_part():
+    trace = make_trace(layer_numbers=LAYERS)
+    half = trace.num_tokens // 2
+    parts = [
+        part_of(trace, rows, LAYERS, num_tokens=trace.num_tokens)
+        for rows in (range(half), range(half, trace.num_tokens))
+    ]
+    for names in (["rank 0"], ["rank 0", "rank 1", "rank 2"]):
+        with pytest.raises(TraceError, match=f"MRR107: cannot merge 2 parts with {len(names)} names"):
+            merge_traces(parts, names=names)
+
+
 def test_blocks_of_rows_do_not_show(monkeypatch):
     trace = make_trace(50, layer_numbers=LAYERS, token_ids=torch.arange(50))
     rows = [range(0, 48, 2), range(1, 50, 2)]  # row 48 is missing
