@@ -58,7 +58,7 @@ class SessionReport:
         rows_replayed: rows that used the given routes.
         rows_live: rows without a route, decided by the live router (and frozen for their recompute).
         rows_padding: rows that are padding; the live router decides them, too.
-        rows_repeated: rows that a micro-batch names a second time, counted where rows are on the host.
+        rows_repeated: rows by hand that a micro-batch names a second time.
         segments_ambiguous: sequences that several samples begin with; the first one that lacks the fewest routes was used.
         decisions: (row, layer) pairs by treatment; pairs that were not counted are missing.
         flips_of_layer: layer number -> how many of its recomputed decisions would have chosen different experts.
