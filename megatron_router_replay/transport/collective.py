@@ -172,10 +172,11 @@ class RouteGroup:
                 "partition": as_partition(partition),
                 "times": self.times.take(),
             }
-        self._sending = Future()
-        # A daemon, no ThreadPoolExecutor: the interpreter joins an executor's threads before any atexit function runs, so
-        # one that waits for a peer would keep the process from ending.
-        Thread(target=self._send, args=(source, header, self._sending), name="routes-send", daemon=True).start()
+            sending: Future[None] = Future()
+            # A daemon, no ThreadPoolExecutor: the interpreter joins an executor's threads before any atexit function runs,
+            # so one that waits for a peer would keep the process from ending.
+            Thread(target=self._send, args=(source, header, sending), name="routes-send", daemon=True).start()
+            self._sending = sending  # not before: without its thread, it would never be done
 
     def join(self) -> None:
         """Wait until the batch that is sent in the background has arrived everywhere.

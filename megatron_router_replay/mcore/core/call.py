@@ -44,6 +44,8 @@ class RoutingSource(ExpertSource, Protocol):
 
     kind: str
     _takes_microbatches: bool
+    had_inner: bool
+    """A session began inside this one, whose source then chose for the routers."""
 
     def begin(self, session: Any) -> None:
         """Put this source's own hooks on the model; the session has registered the source for its routers."""

@@ -54,6 +54,7 @@ class FrozenRouters:
 
     kind = "freeze_recompute"
     _takes_microbatches = False
+    had_inner = False  # since `log_every` logged a line
 
     def __init__(self, routers: SessionRouters) -> None:
         # By id: the hooks call it only for registered routers, which live.
@@ -128,10 +129,11 @@ class FreezeSession(Session):
         A line has the number of forwards and recomputes; with ask_every_layer=True also the decisions that recomputes would
         have flipped, by layer. It is logged as INFO. On a GPU such a call waits for the device; calls without a line do not.
 
-        The line warns if the frozen model ran no forward since the last one, while routers of the same layer numbers and
-        sizes trained without a session: a model that was rebuilt needs a freeze of its own. Routers train if they are in
-        training mode, run with gradients, and have a weight that requires one, so a reference model that is only evaluated
-        is none of them.
+        Forwards in a `record` or `replay` inside the freeze are counted there, and not here. The line warns if the frozen
+        model ran no forward and had no such session since the last one, while routers of the same layer numbers and sizes
+        trained without a session: a model that was rebuilt needs a freeze of its own. Routers train if they are in training
+        mode, run with gradients, and have a weight that requires one, so a reference model that is only evaluated is none of
+        them.
 
         Raises:
             ReplayStateError: the freeze is closed.
@@ -156,7 +158,8 @@ class FreezeSession(Session):
             line += f" ({layers})" if layers else ""
         _LOG.info("%s", line)
         elsewhere = self._source.take_successors_forwards()
-        if elsewhere and not forwards:
+        had_inner, self._source.had_inner = self._source.had_inner, False  # that session counted the model's forwards
+        if elsewhere and not forwards and not had_inner:
             _warn_of_successor(f"the frozen model ran no forward since the last line, and {elsewhere:,}")
 
 

@@ -89,6 +89,7 @@ class Microbatches:
     """
 
     _takes_microbatches = True
+    had_inner = False  # and never has: only a freeze may surround a session
 
     def __init__(
         self, routers: SessionRouters, chunks: list[Chunk], strategy: Strategy, group_check: GroupCheck

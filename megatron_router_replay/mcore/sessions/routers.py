@@ -149,6 +149,8 @@ class SessionRouters:
                 balancing.install()
                 check_can_be_off(router)
         for router, state in self.states.items():
+            for outer in hooks.sources_of(router):
+                outer.had_inner = True
             hooks.register(router, source, state.found.dispatchers)
 
     def unregister(self, source: RoutingSource) -> None:

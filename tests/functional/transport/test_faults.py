@@ -356,6 +356,28 @@ def test_what_is_no_store_no_layout_and_no_time_is_named(port: int) -> None:
         open_store("127.0.0.1", port, is_server=False, timeout=30)  # type: ignore[arg-type]
 
 
+def test_a_process_that_can_start_no_thread_ends_all_and_waits_for_nothing(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, rank = in_threads(partial(join, port, sender=0), partial(join, port, place=Place()))
+
+    class Refused(threading.Thread):
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")  # Python's words where the limit of processes is reached
+
+    monkeypatch.setattr("megatron_router_replay.transport.collective.Thread", Refused)
+    words = "rollout process 0: RuntimeError: can't start new thread"
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        sender.send(make_trace(4))
+    joined = threading.Thread(target=sender.join, daemon=True)
+    joined.start()
+    joined.join(TIMEOUT_S)
+    assert not joined.is_alive()  # nothing is sent
+    for act in (rank.receive, partial(sender.send, make_trace(4))):
+        with pytest.raises(TransportError, match=words):
+            act()
+
+
 @pytest.mark.parametrize("traces", [{"choices": []}, [{"choices": []}]], ids=["a reply", "replies"])
 def test_a_reply_is_not_sent(port: int, traces: Any) -> None:
     sender, _ = in_threads(lambda: join(port, sender=0), lambda: join(port, place=Place()))

@@ -348,6 +348,21 @@ def test_a_freeze_warns_also_after_a_different_one_was_closed(lines):
     assert "ran no forward since the last line, and 3 forwards" in warning
 
 
+def test_a_frozen_model_that_trains_in_a_session_inside_is_not_called_rebuilt(lines):
+    actor, critic = Chunk(), Chunk()
+    with mrr.freeze_recompute(actor) as freeze:
+        for _ in range(2):
+            with mrr.record(actor, padding_token_ids=[]):
+                step(actor)
+            step(critic)
+            freeze.log_every(1)
+        assert [text for level, text in lines() if level == "WARNING"] == []
+        step(critic)  # the actor trains no more
+        freeze.log_every(1)
+    (warning,) = [text for level, text in lines() if level == "WARNING"]
+    assert "ran no forward since the last line, and 3 forwards" in warning
+
+
 def test_a_freeze_that_close_sessions_ended_warns_of_no_later_model(lines):
     model, later = Chunk(), Chunk()
     mrr.freeze_recompute(model)  # its handle is dropped
