@@ -107,7 +107,8 @@ class Session:
 
         It is for an evaluation, or for a reference pass over other tokens.
 
-        Nothing of them is replayed, recorded or counted, in any thread; a recompute still takes the experts of its forward.
+        Nothing of them is replayed or recorded, in any thread, and none of their rows is counted; a recompute still takes the
+        experts of its forward. `report.forwards` has them, and `verify=True` and `balance="off"` apply to them.
         Outside of the block, tokens of no sample raise.
 
         Raises:
