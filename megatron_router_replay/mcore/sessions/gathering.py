@@ -39,7 +39,7 @@ class _Part(NamedTuple):
 
 
 def gather_trace(
-    trace: RoutingTrace | RouterReplayError, group: dist.ProcessGroup | None, replica: Replica = None
+    trace: RoutingTrace | Exception, group: dist.ProcessGroup | None, replica: Replica = None
 ) -> tuple[RoutingTrace, Replica]:
     """Return the recording of a batch by all ranks of a group, as `merge_traces(parts, allow_gaps=True)` joins it.
 
@@ -60,12 +60,16 @@ def gather_trace(
     """
     ranks = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
     parts: list[Any] = [None] * len(ranks)
-    if isinstance(trace, RouterReplayError):
-        dist.all_gather_object(parts, str(trace), group=group)
-        raise trace
-    known = trace.replay_mask if trace.token_ids is None else trace.replay_mask | (trace.token_ids != UNKNOWN)
-    rows = known.nonzero()[:, 0]
-    routed = trace.gather_rows(rows)
+    try:
+        if isinstance(trace, Exception):
+            raise trace
+        known = trace.replay_mask if trace.token_ids is None else trace.replay_mask | (trace.token_ids != UNKNOWN)
+        rows = known.nonzero()[:, 0]
+        routed = trace.gather_rows(rows)
+    except Exception as error:
+        text = str(error) if isinstance(error, RouterReplayError) else f"{type(error).__name__}: {error}"
+        dist.all_gather_object(parts, text, group=group)
+        raise
     mine = _Part(replica, trace.sequence_lengths, trace.num_tokens, TraceHeader.of(routed))
     dist.all_gather_object(parts, mine, group=group)
     failed = {rank: part for rank, part in zip(ranks, parts) if isinstance(part, str)}

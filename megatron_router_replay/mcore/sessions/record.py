@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_router_replay.checks import with_checked_options
-from megatron_router_replay.errors import LayoutError, ReplayStateError, RouterReplayError, TraceError
+from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
 from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.batches.inputs import ForwardInputs, TokenReader
 from megatron_router_replay.mcore.batches.lookup import number_tokens
@@ -298,17 +298,17 @@ class RecordSession(Session):
                 data-parallel rank; or another rank has no part.
         """
         replica: Replica = None if self._recorded.has_rows_by_hand else (_data_parallel_rank(),)
-        trace: RoutingTrace | RouterReplayError
+        trace: RoutingTrace | Exception
         try:
             trace = self.trace(num_tokens=num_tokens)
-        except RouterReplayError as error:
+        except Exception as error:  # also one that finds no memory
             trace = error
         for group in groups or (None,) if dist.is_initialized() else ():
             try:
                 trace, replica = gather_trace(trace, group, replica)
-            except RouterReplayError as error:
+            except Exception as error:
                 trace = error  # raised at the end: the ranks of the next group wait for this one
-        if isinstance(trace, RouterReplayError):
+        if isinstance(trace, Exception):
             raise trace
         return trace
 

@@ -155,6 +155,31 @@ def test_stages_without_moe_layers_that_are_gathered_first_leave_the_samples_to_
 # ---- whole sessions, on two ranks
 
 
+def gather_where_a_rank_finds_no_memory():
+    """For its part, and then for the rows of it that it sends; the third attempt is in order."""
+    chunk, rank = Chunk(), dist.get_rank()
+    with mrr.record(chunk, padding_token_ids=[]) as recording:
+        chunk(tokens())
+    texts = []
+    for owner, name in ((type(recording), "trace"), (RoutingTrace, "gather_rows")):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank:
+                patch.setattr(owner, name, _find_no_memory)
+            with pytest.raises(MemoryError if rank else TraceError) as error:
+                recording.gather()
+        texts.append(str(error.value))
+    return texts, recording.gather().num_tokens
+
+
+def _find_no_memory(*_, **__):
+    raise MemoryError("injected")
+
+
+def test_a_rank_that_finds_no_memory_to_gather_raises_on_all_and_all_may_repeat_it(on_ranks):
+    told = "MRR422: cannot gather, because ranks [1] have no part: MemoryError: injected"
+    assert on_ranks(2, gather_where_a_rank_finds_no_memory) == [([told] * 2, 16), (["injected"] * 2, 16)]
+
+
 def record_on(ranks):
     chunk, rank = Chunk(), dist.get_rank()
     with mrr.record(chunk, padding_token_ids=[]) as recording:
