@@ -219,7 +219,7 @@ class _Collection:
             raise PayloadError(
                 "MRR802: no request of this rollout has routes. Were all of them evicted or suspended "
                 "(--rl-kv-cache-management-mode recompute), or do rollouts come without completion ids? Those that a restart "
-                "recovers from a rollout bank (--rl-durable-rollout-bank) have none: empty its folder."
+                "recovers from a rollout bank (--rl-durable-rollout-bank) have none: move its folder away."
             )
         for i, (rollout, tickets) in enumerate(zip(self._rollouts, self._tickets)):
             if tickets and len(tickets) != len(rollout.trajectory):

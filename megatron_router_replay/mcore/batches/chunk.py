@@ -78,7 +78,7 @@ class Chunk:
 
     @property
     def device(self) -> torch.device:
-        """Where the routers are; asked in each forward, because a model may be moved within a session."""
+        """The routers' device; asked in each forward, because a model may be moved within a session."""
         device: torch.device = self.replayed_routers[0].router.weight.device
         return device
 
@@ -139,7 +139,8 @@ class Chunk:
         if self.given is not None:
             raise ReplayStateError(
                 f"MRR407: {self.where}: rows were given for micro-batch {self.given.number}, and no forward has used them. "
-                "Call session.microbatch right before each forward; after a forward that failed, leave the session."
+                "Call session.microbatch right before each forward. If that forward failed before the model began, repeat "
+                "it without giving its rows again."
             )
 
     def give(self, microbatch: Microbatch) -> None:

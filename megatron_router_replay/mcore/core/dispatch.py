@@ -31,9 +31,9 @@ from megatron_router_replay.mcore.model.upstream import DISPATCH_METHOD
 TensorIdentity = tuple[
     weakref.ref[Tensor], weakref.ref[Any], int, torch.Size, tuple[int, ...], torch.dtype, int | Tensor
 ]
-"""What is kept of a tensor that left a router: (the tensor, its storage, its address, shape, strides, dtype, how often it was
-written to). The first two are weak, for a forward that fails must not keep its graph; of an inference tensor, which counts no
-writes, the last one is a copy."""
+"""A tensor that left a router: (itself, its storage, its address, shape, strides, dtype, how often it was written to). The
+first two are weak, for a forward that fails must not keep its graph; of an inference tensor, which counts no writes, the last
+one is a copy."""
 
 
 def identity_of(tensor: Tensor) -> TensorIdentity:

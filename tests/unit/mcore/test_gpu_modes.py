@@ -32,11 +32,11 @@ KNOWN_WAITS = {
 }
 """A forward reads its ids, in one wait; rows that are given on the GPU are another."""
 
-ASKED = 18
-"""Launches of the one layer that takes its live top-k: this one, and the counts of its agreement. The end adds them up: 2."""
+ASKED = 7
+"""Launches of the one layer that is compared with its live top-k."""
 
-MASKED = 5
-"""Launches of that layer where rows do not count: their share, and their counts set to 0."""
+MASKED = 3
+"""Launches of that layer where rows do not count."""
 
 MOST = {
     # launches a micro-batch of 3 routers beyond BASE, by mode: (without recompute, with); a block of layers is widened once
@@ -46,8 +46,8 @@ MOST = {
     "verify": (1 + ASKED + 3 * 5, 2 + ASKED + 6 * 5),
     "some live": (1 + ASKED + MASKED + 3 * 3, 1 + ASKED + MASKED + 3 * 5),
     "drop-in": (0, 0),
-    # All layers: a stack, a sort, two comparisons, an assertion; each layer: a copy, and one for a tape.
-    "drop-in, targets on the GPU": (LAYERS + 10, 2 * LAYERS + 10),
+    # All layers: a stack, its copy, a sort, two comparisons over all, `and`, an assertion; each layer: one for a tape.
+    "drop-in, targets on the GPU": (9, LAYERS + 9),
     "record": (3 + 4, 3 * 2 + 3),
     "freeze": (0, 3 * 2),
 }
