@@ -89,7 +89,9 @@ AUDITS = {None: False, "": False, "0": False, "1": True, "raise": True}
 """What MRR_AUDIT may be, and whether it audits."""
 
 
-@pytest.mark.parametrize("word", [*AUDITS, "false", "off", "no", "False", "2", "00", " 1", "true", "True", "Raise", "RAISE"])
+@pytest.mark.parametrize(
+    "word", [*AUDITS, "false", "off", "no", "False", "2", "00", " 1", "true", "True", "Raise", "RAISE"]
+)
 def test_a_word_of_the_audit_that_could_mean_the_opposite_raises(word, trainer, monkeypatch):
     monkeypatch.delenv("MRR_AUDIT", raising=False)
     if word is not None:
@@ -98,7 +100,9 @@ def test_a_word_of_the_audit_that_could_mean_the_opposite_raises(word, trainer, 
         slime.init(ARGS)
         assert replayer.active().audits == AUDITS[word]
         return
-    with pytest.raises(ReplayStateError, match=f"^MRR806: MRR_AUDIT={word} is none of 0, 1 and raise.*slime's own replay"):
+    with pytest.raises(
+        ReplayStateError, match=f"^MRR806: MRR_AUDIT={word} is none of 0, 1 and raise.*slime's own replay"
+    ):
         slime.init(ARGS)
 
 
