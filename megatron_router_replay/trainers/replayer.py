@@ -55,19 +55,27 @@ class TrainerReplay:
         options: of `mrr.replay`.
 
     Attributes:
-        audits: MRR_AUDIT is set, so the trainer's own replay stays in charge.
+        audits: MRR_AUDIT is 1 or raise, so the trainer's own replay stays in charge.
         metrics: of the newest pass that replayed, over all ranks; see `SessionReport.metrics`. {}: no pass replayed these
             samples yet.
         findings: of each pass that was audited.
         kind: of the pass that runs now, where a hook marks it; "": none is marked.
+
+    Raises:
+        ReplayStateError: MRR_AUDIT has a different value than 0, 1 or raise.
     """
 
     def __init__(self, trainer: str, replays: Callable[[], bool] | None, options: Mapping[str, Any]) -> None:
         self.trainer, self.options = trainer, options
         self.kind = ""
         self.replays = replays or (lambda: self.kind == "replay")
-        audit = os.environ.get("MRR_AUDIT", "")
-        self.audits = audit not in ("", "0")
+        audit = os.environ.get("MRR_AUDIT") or "0"  # a shell unsets a variable for one command by an empty one
+        if audit not in ("0", "1", "raise"):
+            raise ReplayStateError(
+                f"MRR806: MRR_AUDIT={audit} is none of 0, 1 and raise. Set it to 1 or raise to audit {trainer}'s own replay; "
+                "set it to 0 or unset it to replay with this package."
+            )
+        self.audits = audit != "0"
         self._raises = audit == "raise" or not self.audits  # without an audit, replay is exact or raises
         self.metrics: dict[str, float] = {}
         self.findings: list[Findings] = []

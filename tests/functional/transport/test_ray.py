@@ -17,7 +17,7 @@ from tests.functional.transport.conformance import CASES, STEPS, Case, check_del
 from tests.functional.transport.processes import LAYERS, make_trace
 
 pytestmark = pytest.mark.slow
-ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'megatron-router-replay[ray]'")
+ray = pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
 
 
 class Rank:
