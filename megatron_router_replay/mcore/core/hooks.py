@@ -369,9 +369,7 @@ def _topk_hook(original: Any) -> Any:
             if takes_argument:
                 kwargs[REPLAY_ARGUMENT] = call
             elif "is_mtp" in kwargs:
-                kwargs["is_mtp"] = (
-                    False  # miles' function asks for no router of an MTP layer, whose recomputes must freeze
-                )
+                kwargs["is_mtp"] = False  # else it asks for no router of an MTP layer, whose recomputes must freeze
             if asks:
                 _hook_manager(topk_manager())
         routed: tuple[Tensor, Tensor] = original(*args, **kwargs)
@@ -396,9 +394,7 @@ def _hook_manager(manager: Any) -> None:
         if call is None:
             return original(compute_topk, *args, **kwargs)
 
-        def replay_topk(
-            scores: Tensor, topk: int, num_groups: Any = None, group_topk: Any = None
-        ) -> tuple[Tensor, Tensor]:
+        def replay_topk(scores: Tensor, topk: int, num_groups: Any = None, group_topk: Any = None) -> Any:
             return call.get_replay_topk(scores, topk, num_groups, group_topk, compute_topk)
 
         return replay_topk

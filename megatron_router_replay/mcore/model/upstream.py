@@ -142,17 +142,17 @@ def check_version() -> None:
     function, version = router_module.topk_routing_with_score_function, megatron_version()
     if takes_replay(function) or asks_manager(function):
         return
-    lacks = (
-        f"MRR402: Megatron-Core {version} cannot replay routes: its {TOPK_FUNCTION} has no {REPLAY_ARGUMENT} argument, "
-        "which came with 0.16"
-    )
+    lacks = f"its {TOPK_FUNCTION} has no {REPLAY_ARGUMENT} argument, which came with 0.16"
     tested = f"Sessions were run with {', '.join(TESTED)}"
     if version_numbers(version) < (0, 16):
-        raise UnsupportedRouterError(f"{lacks}. {tested}: use one of these.")
+        raise UnsupportedRouterError(
+            f"MRR402: Megatron-Core {version} cannot replay routes: {lacks}. {tested}: use one of these."
+        )
     raise UnsupportedRouterError(
-        f"{lacks}, and it asks no manager that is known. Is {Path(megatron.core.__file__).parent} a fork? Then give this "
-        f"function the argument {REPLAY_ARGUMENT}=None. Where it is not None, call {REPLAY_ARGUMENT}.{REPLAY_METHOD}(scores, "
-        f"topk, num_groups, group_topk, compute_topk) for the top-k, as moe_utils of {TESTED[-1]} does. {tested}."
+        f"MRR402: Megatron-Core {version} cannot replay routes: {lacks}, and it asks no manager that is known. Is "
+        f"{Path(megatron.core.__file__).parent} a fork? Then give this function the argument {REPLAY_ARGUMENT}=None. Where it "
+        f"is not None, call {REPLAY_ARGUMENT}.{REPLAY_METHOD}(scores, topk, num_groups, group_topk, compute_topk) for the "
+        f"top-k, as moe_utils of {TESTED[-1]} does. {tested}."
     )
 
 
