@@ -150,8 +150,8 @@ def check_version() -> None:
         )
     raise UnsupportedRouterError(
         f"MRR402: Megatron-Core {version} cannot replay routes: {lacks}, and it asks no manager that is known. Is "
-        f"{Path(megatron.core.__file__).parent} a fork? Then give this function the argument {REPLAY_ARGUMENT}=None. Where it "
-        f"is not None, call {REPLAY_ARGUMENT}.{REPLAY_METHOD}(scores, topk, num_groups, group_topk, compute_topk) for the "
+        f"{Path(megatron.core.__file__).parent} a fork? Then give this function the argument {REPLAY_ARGUMENT}=None. Where "
+        f"it is not None, call {REPLAY_ARGUMENT}.{REPLAY_METHOD}(scores, topk, num_groups, group_topk, compute_topk) for the "
         f"top-k, as moe_utils of {TESTED[-1]} does. {tested}."
     )
 

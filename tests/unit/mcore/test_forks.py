@@ -77,12 +77,12 @@ def test_the_manager_answers_where_no_session_decides_and_is_itself_after_uninst
     manager.enabled = True
     with watched(chunk) as live:
         forward(chunk)
+    assert manager.num_requests == 3
     with mrr.replay(chunk, trace) as session:
         forward(chunk, session)
         assert "get_topk_fn" in vars(manager)
         with session.paused(), watched(chunk) as paused:
             forward(chunk)
-    assert manager.num_requests >= 6
     assert all(torch.equal(live[key][0], maps[0]) for key, maps in paused.items())
     mrr.mcore.uninstall()
     assert vars(manager).keys() == {"enabled", "num_requests"}
