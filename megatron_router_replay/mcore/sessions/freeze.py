@@ -11,9 +11,9 @@ from megatron_router_replay.checks import as_integer, warn, with_checked_options
 from megatron_router_replay.errors import UnsupportedRouterError, listed
 from megatron_router_replay.mcore.core import hooks
 from megatron_router_replay.mcore.core.call import RouterCounts, RoutingCall, TopKRequest
+from megatron_router_replay.mcore.judge.report import SessionReport
 from megatron_router_replay.mcore.model.find import Models
 from megatron_router_replay.mcore.model.support import find_indexers
-from megatron_router_replay.mcore.sessions.report import SessionReport
 from megatron_router_replay.mcore.sessions.routers import SessionRouters
 from megatron_router_replay.mcore.sessions.session import Session
 

@@ -29,10 +29,10 @@ from megatron_router_replay.mcore.batches.row_inputs import RowInputs
 from megatron_router_replay.mcore.core import hooks, tape
 from megatron_router_replay.mcore.core.call import RouterCounts, RoutingCall, TopKRequest
 from megatron_router_replay.mcore.core.streams import to_host
+from megatron_router_replay.mcore.judge.agreement import Agreement
+from megatron_router_replay.mcore.judge.group_check import GroupCheck, GroupResult, RankSummary
+from megatron_router_replay.mcore.judge.report import SessionReport
 from megatron_router_replay.mcore.model.find import FoundRouter, wrappers
-from megatron_router_replay.mcore.sessions.agreement import Agreement
-from megatron_router_replay.mcore.sessions.group_check import GroupCheck, GroupResult, RankSummary
-from megatron_router_replay.mcore.sessions.report import SessionReport
 from megatron_router_replay.mcore.sessions.routers import SessionRouters
 
 

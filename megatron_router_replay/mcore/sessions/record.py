@@ -20,9 +20,9 @@ from megatron_router_replay.mcore.batches.row_inputs import RowInputs, check_pad
 from megatron_router_replay.mcore.batches.segments import Partition
 from megatron_router_replay.mcore.core.call import RoutingCall, TopKRequest
 from megatron_router_replay.mcore.core.streams import current_stream
+from megatron_router_replay.mcore.judge.group_check import GroupCheck
 from megatron_router_replay.mcore.model.find import Models, unwrap
 from megatron_router_replay.mcore.sessions.gathering import Replica, gather_trace
-from megatron_router_replay.mcore.sessions.group_check import GroupCheck
 from megatron_router_replay.mcore.sessions.microbatches import Microbatches, make_chunks
 from megatron_router_replay.mcore.sessions.routers import SessionRouters
 from megatron_router_replay.mcore.sessions.session import Session, open_session

@@ -23,10 +23,10 @@ from megatron_router_replay.mcore.batches.segments import Partition
 from megatron_router_replay.mcore.batches.upload import KeptLayer, LayerRoutes, take_rows
 from megatron_router_replay.mcore.core.call import RoutingCall, TopKRequest
 from megatron_router_replay.mcore.core.streams import to_host
+from megatron_router_replay.mcore.judge.agreement import ALL, Agreement
+from megatron_router_replay.mcore.judge.group_check import GroupCheck
 from megatron_router_replay.mcore.model.find import Models
 from megatron_router_replay.mcore.model.layers import check_trace_layers
-from megatron_router_replay.mcore.sessions.agreement import ALL, Agreement
-from megatron_router_replay.mcore.sessions.group_check import GroupCheck
 from megatron_router_replay.mcore.sessions.microbatches import Microbatches, make_chunks
 from megatron_router_replay.mcore.sessions.routers import RouterState, SessionRouters
 from megatron_router_replay.mcore.sessions.session import Session, open_session

@@ -11,6 +11,7 @@ from megatron_router_replay.errors import ReplayStateError, TraceError, Unsuppor
 from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.core import dispatch, hooks
 from megatron_router_replay.mcore.core.call import RouterCounts, RoutingSource
+from megatron_router_replay.mcore.judge.report import Decisions, SessionReport
 from megatron_router_replay.mcore.model.find import (
     FoundRouter,
     Models,
@@ -23,7 +24,6 @@ from megatron_router_replay.mcore.model.find import (
 )
 from megatron_router_replay.mcore.model.support import check_supported, is_hashed, takes_topk_again
 from megatron_router_replay.mcore.model.upstream import check_version
-from megatron_router_replay.mcore.sessions.report import Decisions, SessionReport
 from megatron_router_replay.trace.ids import index_dtype
 
 

@@ -21,10 +21,10 @@ from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.mcore.core import hooks
 from megatron_router_replay.mcore.core.call import RoutingSource
 from megatron_router_replay.mcore.core.counts import Counts
+from megatron_router_replay.mcore.judge.group_check import GroupCheck
+from megatron_router_replay.mcore.judge.report import SessionReport, log_ended
 from megatron_router_replay.mcore.model.find import Models, as_chunks, find_routers
-from megatron_router_replay.mcore.sessions.group_check import GroupCheck
 from megatron_router_replay.mcore.sessions.microbatches import Microbatches
-from megatron_router_replay.mcore.sessions.report import SessionReport, log_ended
 from megatron_router_replay.mcore.sessions.routers import SessionRouters
 
 _LOG = logging.getLogger(__name__)

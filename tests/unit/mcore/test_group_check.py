@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 
 import megatron_router_replay as mrr
 from megatron_router_replay.mcore.core.hooks import sources_of
-from megatron_router_replay.mcore.sessions.group_check import (
+from megatron_router_replay.mcore.judge.group_check import (
     GroupCheck,
     GroupResult,
     RankSummary,

@@ -4,9 +4,9 @@ from dataclasses import fields, replace
 
 import pytest
 
-from megatron_router_replay.mcore.sessions.agreement import LiveAgreement
-from megatron_router_replay.mcore.sessions.report import SessionReport, _add_up
-from megatron_router_replay.mcore.sessions.verdict import Finding, Sums
+from megatron_router_replay.mcore.judge.agreement import LiveAgreement
+from megatron_router_replay.mcore.judge.report import SessionReport, _add_up
+from megatron_router_replay.mcore.judge.verdict import Finding, Sums
 
 REPLAY = SessionReport(
     kind="replay",

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_router_replay.errors import ReplayStateError
-from megatron_router_replay.mcore.sessions.report import share_of
-from megatron_router_replay.mcore.sessions.verdict import judge
+from megatron_router_replay.mcore.judge.report import share_of
+from megatron_router_replay.mcore.judge.verdict import judge
 
 _LOG = logging.getLogger(__name__)
 
