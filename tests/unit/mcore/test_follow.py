@@ -466,7 +466,7 @@ def test_a_stage_without_ids_names_itself() -> None:
             None,
             [4],
             ReplayStateError,
-            r"MRR406.*has no token ids.*\"return_token_ids\": true, SGLang.s /generate \"return_logprob\": true.*session\.microbatch",
+            r"MRR406.*has no token ids.*\"return_token_ids\": true, SGLang.s /generate \"return_logprob\".*session\.microb",
         ),
         ([5, -1, 7, 8], [4], TraceError, "MRR108.*gather"),
     ],
