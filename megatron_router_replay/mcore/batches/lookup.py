@@ -277,7 +277,7 @@ def number_tokens(reader: TokenReader, module: nn.Module, inputs: ForwardInputs,
 
 
 def _placed(values: Any, positions: Any, fill: int) -> Any:
-    """Return values of tokens as values of hidden states, `fill` where there is no token; see `ForwardTokens.token_positions`."""
+    """Return values of tokens as values of hidden states, `fill` where there is no token."""
     return values if positions is None else np.where(positions >= 0, values[positions], fill)
 
 
