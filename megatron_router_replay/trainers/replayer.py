@@ -55,19 +55,27 @@ class TrainerReplay:
         options: of `mrr.replay`.
 
     Attributes:
-        audits: MRR_AUDIT is set, so the trainer's own replay stays in charge.
+        audits: MRR_AUDIT is 1 or raise, so the trainer's own replay stays in charge.
         metrics: of the newest pass that replayed, over all ranks; see `SessionReport.metrics`. {}: no pass replayed these
             samples yet.
         findings: of each pass that was audited.
         kind: of the pass that runs now, where a hook marks it; "": none is marked.
+
+    Raises:
+        ReplayStateError: MRR_AUDIT has a different value than 0, 1 or raise.
     """
 
     def __init__(self, trainer: str, replays: Callable[[], bool] | None, options: Mapping[str, Any]) -> None:
         self.trainer, self.options = trainer, options
         self.kind = ""
         self.replays = replays or (lambda: self.kind == "replay")
-        audit = os.environ.get("MRR_AUDIT", "")
-        self.audits = audit not in ("", "0")
+        audit = os.environ.get("MRR_AUDIT") or "0"  # a shell unsets a variable for one command by an empty one
+        if audit not in ("0", "1", "raise"):
+            raise ReplayStateError(
+                f"MRR806: MRR_AUDIT={audit} is none of 0, 1 and raise. Set it to 1 or raise to audit {trainer}'s own replay; "
+                "set it to 0 or unset it to replay with this package."
+            )
+        self.audits = audit != "0"
         self._raises = audit == "raise" or not self.audits  # without an audit, replay is exact or raises
         self.metrics: dict[str, float] = {}
         self.findings: list[Findings] = []
@@ -319,9 +327,19 @@ _installed: list[TrainerReplay] = []
 
 
 def install(trainer: str, replays: Callable[[], bool] | None, options: Mapping[str, Any]) -> TrainerReplay:
-    """Run every schedule of Megatron-Core through a new replay; an earlier one ends. See `TrainerReplay`."""
+    """Run every schedule of Megatron-Core through a new replay; an earlier one ends. See `TrainerReplay`.
+
+    Raises:
+        UnsupportedRouterError: this Megatron-Core cannot replay. An audit takes any.
+    """
     check_options(f"replay, as {trainer} calls it,", options, inspect.signature(mrr.replay).parameters)
-    _installed[:] = [TrainerReplay(trainer, replays, options)]
+    replay = TrainerReplay(trainer, replays, options)
+    if not replay.audits:
+        # Before a model is built: the first session comes after a whole rollout.
+        from megatron_router_replay.mcore.model.upstream import check_version
+
+        check_version()
+    _installed[:] = [replay]
     hook(SCHEDULES, _run_schedules)
     return active()
 
