@@ -19,6 +19,7 @@ from torch import Tensor
 import megatron_router_replay as mrr
 from megatron_router_replay.testing import ParallelSizes
 from tests.functional.mcore.cases import DRAWN, FULL, MEGATRON, MTP_RECOMPUTE, in_backward, model_inputs, moe_routers
+from tests.support.families import FAMILIES, MLA
 from tests.support.gradients import gradients
 from tests.support.schedule import random_microbatches
 from tests.support.tiny_gpt import build_tiny_gpt, tiny_gpt_config
@@ -34,70 +35,9 @@ SIZES = {
     "ffn_hidden_size": 32,
     "moe_ffn_hidden_size": 8,
 }
-MLA = {
-    "multi_latent_attention": True,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_head_dim": 16,
-    "qk_pos_emb_head_dim": 8,
-}
-MLA |= {"v_head_dim": 16, "num_query_groups": None}
-SIGMOID = {
-    "moe_router_score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True,
-    "moe_router_pre_softmax": True,
-}
-SIGMOID |= {"moe_router_load_balancing_type": "seq_aux_loss", "moe_router_bias_update_rate": 0}
-ONE_GROUP = {"moe_router_num_groups": 1, "moe_router_group_topk": 1}
-GROUPS = {"moe_router_num_groups": 8, "moe_router_group_topk": 4}
-SHARED = {"moe_shared_expert_intermediate_size": 8}
-GATED = SHARED | {"moe_shared_expert_gate": True}
-DENSE_FIRST = {"num_layers": 3, "moe_layer_freq": [0, 1, 1]}
-MTP = {"mtp_num_layers": 1}
-
-
-def of(
-    topk: int, num_experts: int, *options: dict[str, Any], scaling: float | None = None, **more: Any
-) -> dict[str, Any]:
-    """Return the fields of a config."""
-    merged = {name: value for each in options for name, value in each.items()}
-    return (
-        merged
-        | {"moe_router_topk": topk, "num_moe_experts": num_experts, "moe_router_topk_scaling_factor": scaling}
-        | more
-    )
-
-
-FAMILIES = {
-    "Mixtral": of(2, 8),
-    "Qwen3-MoE, Qwen3-VL": of(8, 128),
-    "Qwen3-Next": of(10, 512, GATED, MTP),
-    "Qwen3.5, Qwen3.6": of(8, 256, GATED, MTP),
-    "gpt-oss": of(4, 32, router_bias=True),
-    "DeepSeek-V3, V3.2": of(8, 256, SIGMOID, GROUPS, SHARED, MLA, DENSE_FIRST, MTP, scaling=2.5),
-    "DeepSeek-V4": of(
-        6, 256, SIGMOID, SHARED, MLA, scaling=1.5, moe_router_score_function="sqrtsoftplus", hash_layers=1
-    ),
-    "Kimi-K2, K2.5": of(8, 384, SIGMOID, ONE_GROUP, SHARED, MLA, DENSE_FIRST, scaling=2.827),
-    "Moonlight": of(6, 64, SIGMOID, ONE_GROUP, SHARED, MLA, DENSE_FIRST, scaling=2.446),
-    "JoyAI": of(8, 256, SIGMOID, ONE_GROUP, SHARED, MLA, DENSE_FIRST, scaling=2.5),
-    "GLM-4.5, 4.7": of(8, 128, SIGMOID, SHARED, DENSE_FIRST, MTP, add_qkv_bias=True),
-    "GLM-4.7-Flash": of(4, 64, SIGMOID, SHARED, MLA, DENSE_FIRST, MTP, scaling=1.8),
-    "GLM-5": of(8, 256, SIGMOID, SHARED, MLA, DENSE_FIRST, scaling=2.5),
-    "MiniMax-M2": of(8, 256, SIGMOID),
-    "MiniMax-M3": of(4, 128, SIGMOID, SHARED, DENSE_FIRST),
-    "Nemotron-3-Nano": of(6, 128, SIGMOID, ONE_GROUP, SHARED, scaling=2.5, pattern="MEM*EME"),
-    "Nemotron-3-Super": of(22, 512, SIGMOID, ONE_GROUP, SHARED, scaling=5.0, pattern="MEM*EME", moe_latent_size=16),
-}
-"""Family -> the routing options of its configs in miles, slime and Megatron-Bridge; its sizes are ours.
-
-A list of layers stands for its first dense ones, `pattern` for its hybrid layers, `hash_layers` for those that a
-table of tokens routes, `router_bias` for a router's bias.
-"""
-
 QUICK = ("Qwen3-MoE, Qwen3-VL", "Qwen3.5, Qwen3.6", "gpt-oss", "DeepSeek-V3, V3.2", "DeepSeek-V4", "GLM-4.7-Flash")
 QUICK += ("MiniMax-M2", "Nemotron-3-Super")
-"""One of each shape; they run with an eighth of their experts."""
+"""One of each shape, with an eighth of their experts; the rest is slow, and so are as many experts as a family has."""
 
 Maps = dict[str, dict[str, list[Tensor]]]
 """{"forward" | "recompute": {name of the router: routing maps in order of the calls}}"""
@@ -191,7 +131,13 @@ def step(
 
 @pytest.mark.parametrize(
     ("family", "scale"),
-    [*((name, 8) for name in QUICK), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in FAMILIES)],
+    [
+        *(pytest.param(name, 8, marks=[] if name in QUICK else pytest.mark.slow) for name in FAMILIES),
+        *(
+            pytest.param(name, 1, marks=pytest.mark.slow)
+            for name in ("DeepSeek-V3, V3.2", "Kimi-K2, K2.5", "Nemotron-3-Super")
+        ),
+    ],
 )
 def test_a_family_records_replays_and_recomputes(family, scale, megatron, monkeypatch):
     if "moe_latent_size" in FAMILIES[family]:
