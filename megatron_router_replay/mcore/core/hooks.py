@@ -140,8 +140,8 @@ def routing_call(router: Any, sources: Sequence[RoutingSource], shape: torch.Siz
         raise ReplayStateError(
             f"MRR412: {tape.layer_of(router)} is recomputed, but no tape of its forward is known: the forward ran before the "
             "session, or in an unknown kind of checkpoint (those of torch, Megatron-Core and Transformer Engine are "
-            "known). If your own autograd function runs the model again, name its runs with mcore.Tape, or announce them with "
-            "REPLAY_BACKWARD; if no session is needed any more, uninstall() lets the model train without one."
+            "known). If your own autograd function runs the model again, name its runs with mcore.Tape, or announce them "
+            "with REPLAY_BACKWARD; if no session is needed any more, uninstall() lets the model train without one."
         )
     elif sources:
         if tape.open_runs and not (is_written or repeats):
