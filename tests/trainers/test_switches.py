@@ -9,9 +9,16 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 
 import megatron_router_replay as mrr
-from megatron_router_replay.errors import LayoutError, PayloadError, ReplayStateError, RouterReplayError
+from megatron_router_replay.errors import (
+    LayoutError,
+    PayloadError,
+    ReplayStateError,
+    RouterReplayError,
+    UnsupportedRouterError,
+)
 from megatron_router_replay.testing import ParallelSizes
 from megatron_router_replay.trainers import miles, replayer, slime
+from tests.support import miles_fork
 from tests.trainers import oracle, small_model
 from tests.trainers.steps import ARGS, passes, samples
 
@@ -66,6 +73,17 @@ def train(name, chunks):
     with oracle.watched(chunks, oracle.routes_of_tokens(ids, routes)) as seen:
         actor_of(name, chunks).train_actor({"tokens": ids, "rollout_routed_experts": routes}, run)
     return seen.counts()
+
+
+@pytest.mark.parametrize("name", ["slime", "miles"])
+def test_a_megatron_core_that_cannot_replay_is_refused_before_a_model_is_built(name, trainer, monkeypatch):
+    """As each trainer's module installs its replay; an audit takes any."""
+    miles_fork.install(monkeypatch, "unknown")
+    with pytest.raises(UnsupportedRouterError, match=r"MRR402: .* Is \S+ a fork\?"):
+        {"slime": slime, "miles": miles}[name].init(ARGS)
+    assert not replayer.is_installed()
+    monkeypatch.setenv("MRR_AUDIT", "1")
+    {"slime": slime, "miles": miles}[name].init(ARGS)
 
 
 @pytest.mark.parametrize(("name", "edits", "message"), LEAVING)
