@@ -262,6 +262,24 @@ def test_rows_of_the_moe_layers_alone_and_of_more_experts_than_layers_are_taken(
         replayer.make_trace(chunks, ids, rows, "unrouted")
 
 
+@pytest.mark.parametrize("field", ["moe_n_hash_layers", "dsv4_n_hash_layers"])
+def test_layers_that_a_table_of_tokens_routes_are_left_out_whatever_an_engine_sends_there(field, trainer, chunks):
+    """DeepSeek-V4's first ones; here layer 2, after a dense one."""
+    ids, routes = samples()
+    setattr(chunks[0].config, field, 2)
+    for fill in (0, 5):  # nothing, or one id again and again
+        rows = [part.clone() for part in routes]
+        for part in rows:
+            part[:, 1] = fill
+        for columns in ([0, 1, 2, 3], [1, 2, 3], [2, 3]):
+            trace = replayer.make_trace(chunks, ids, [part[:, columns] for part in rows], "unrouted")
+            assert trace.layer_numbers == (3, 4)
+            assert torch.equal(trace.topk_indices[: len(ids[0]) - 1].long(), routes[0][:, 2:])
+    rows[1][0, 0, 0] = 7
+    with pytest.raises(LayoutError, match=r"MRR802: sample 1 has routes in layers \[1\], which are dense"):
+        replayer.make_trace(chunks, ids, rows, "unrouted")
+
+
 @pytest.mark.parametrize(("is_initialized", "rank", "logs"), [(True, 0, True), (True, 1, False), (False, None, True)])
 def test_one_rank_logs_a_pass_that_replayed(is_initialized, rank, logs, trainer, chunks, monkeypatch, caplog):
     """Without a process group there is one rank, and nothing that it could gather."""
