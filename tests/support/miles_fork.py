@@ -23,6 +23,9 @@ from megatron_router_replay.trainers.seams import source_of
 
 _topk_routing = moe_utils.topk_routing_with_score_function
 
+IS_IMPORTED = asks_manager(_topk_routing)
+"""The Megatron-Core of this process is miles' own, and no stand-in."""
+
 
 class Manager:
     """As miles' manager: it chooses how a top-k is taken, here always live."""
@@ -122,7 +125,7 @@ def install(patch: pytest.MonkeyPatch, name: str, manager: Manager | None = None
         name: of FORKS.
         manager: of a stand-in for `miles.utils.replay_base`; None: that module is a trainer's.
     """
-    if asks_manager(_topk_routing):  # miles' own Megatron-LM is imported
+    if IS_IMPORTED:
         if name == "unknown":
             patch.setattr(router_module, "topk_routing_with_score_function", FORKS[name])
         return
