@@ -326,8 +326,10 @@ def _routing_hook(original: Any) -> Any:
             call.source._on_routed(call)
         if sources or call is not None:
             try:
+                # A subclass that called this may change the probabilities; its map must enter the dispatcher as it is.
+                is_last = type(self).routing is TopKRouter.routing
                 dispatch.thread.outputs[id(self)] = dispatch.RoutedOutputs(
-                    dispatch.identity_of(routing_map), dispatch.identity_of(probs)
+                    dispatch.identity_of(routing_map), dispatch.identity_of(probs) if is_last else None
                 )
             except NotImplementedError as error:  # tensors of torch.func have no storage
                 raise ReplayStateError(
