@@ -55,19 +55,27 @@ class TrainerReplay:
         options: of `mrr.replay`.
 
     Attributes:
-        audits: MRR_AUDIT is set, so the trainer's own replay stays in charge.
+        audits: MRR_AUDIT is 1 or raise, so the trainer's own replay stays in charge.
         metrics: of the newest pass that replayed, over all ranks; see `SessionReport.metrics`. {}: no pass replayed these
             samples yet.
         findings: of each pass that was audited.
         kind: of the pass that runs now, where a hook marks it; "": none is marked.
+
+    Raises:
+        ReplayStateError: MRR_AUDIT has a different value than 0, 1 or raise.
     """
 
     def __init__(self, trainer: str, replays: Callable[[], bool] | None, options: Mapping[str, Any]) -> None:
         self.trainer, self.options = trainer, options
         self.kind = ""
         self.replays = replays or (lambda: self.kind == "replay")
-        audit = os.environ.get("MRR_AUDIT", "")
-        self.audits = audit not in ("", "0")
+        audit = os.environ.get("MRR_AUDIT") or "0"  # a shell unsets a variable for one command by an empty one
+        if audit not in ("0", "1", "raise"):
+            raise ReplayStateError(
+                f"MRR806: MRR_AUDIT={audit} is none of 0, 1 and raise. Set it to 1 or raise to audit {trainer}'s own replay; "
+                "set it to 0 or unset it to replay with this package."
+            )
+        self.audits = audit != "0"
         self._raises = audit == "raise" or not self.audits  # without an audit, replay is exact or raises
         self.metrics: dict[str, float] = {}
         self.findings: list[Findings] = []
@@ -248,10 +256,13 @@ def make_trace(chunks: Any, tokens: Sequence[Any], routes: Sequence[Any], last_t
     """Return the trace of samples as a trainer has them; see `TrainerReplay.enter`."""
     from megatron_router_replay.mcore.model.find import as_chunks, unwrap
     from megatron_router_replay.mcore.model.layers import layer_numbers_of
+    from megatron_router_replay.mcore.model.upstream import num_hash_layers
 
     chunks = as_chunks(chunks)
-    numbers = layer_numbers_of(chunks)
     config: Any = unwrap(chunks[0]).config
+    moe_layers = layer_numbers_of(chunks)
+    # A table of token ids routes DeepSeek-V4's first layers. Engines send zeros there, or ids that need not be distinct.
+    numbers = tuple(number for number in moe_layers if number > num_hash_layers(config))
     if missing := [i for i, each in enumerate(routes) if each is None]:
         raise PayloadError(
             f"MRR802: samples {missing[:8]} have no routes, and others have: drop them from the rollout."
@@ -260,8 +271,11 @@ def make_trace(chunks: Any, tokens: Sequence[Any], routes: Sequence[Any], last_t
     for i, part in enumerate(rows):
         if part.dim() != 3 or part.shape[1] == len(numbers):
             continue
+        if part.shape[1] == len(moe_layers):
+            rows[i] = part[:, -len(numbers) :]
+            continue
         # An engine fills dense layers with 0 and trainers with -1: anything else is a route in the wrong layer.
-        dense = sorted(set(range(part.shape[1])) - {number - 1 for number in numbers})
+        dense = sorted(set(range(part.shape[1])) - {number - 1 for number in moe_layers})
         if bool((part[:-1, dense].to(torch.int16) > 0).any()):
             raise LayoutError(
                 f"MRR802: sample {i} has routes in layers {[column + 1 for column in dense]}, which are dense: the layers "
@@ -319,9 +333,19 @@ _installed: list[TrainerReplay] = []
 
 
 def install(trainer: str, replays: Callable[[], bool] | None, options: Mapping[str, Any]) -> TrainerReplay:
-    """Run every schedule of Megatron-Core through a new replay; an earlier one ends. See `TrainerReplay`."""
+    """Run every schedule of Megatron-Core through a new replay; an earlier one ends. See `TrainerReplay`.
+
+    Raises:
+        UnsupportedRouterError: this Megatron-Core cannot replay. An audit takes any.
+    """
     check_options(f"replay, as {trainer} calls it,", options, inspect.signature(mrr.replay).parameters)
-    _installed[:] = [TrainerReplay(trainer, replays, options)]
+    replay = TrainerReplay(trainer, replays, options)
+    if not replay.audits:
+        # Before a model is built: the first session comes after a whole rollout.
+        from megatron_router_replay.mcore.model.upstream import check_version
+
+        check_version()
+    _installed[:] = [replay]
     hook(SCHEDULES, _run_schedules)
     return active()
 

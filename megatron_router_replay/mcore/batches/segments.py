@@ -28,9 +28,11 @@ class Segments:
         begin, end: of each segment; segments follow one another. Of packed sequences, the last one is the rest of the row.
         start, stop: of its tokens, where their number is known; else begin and end. All of the rest is padding.
         lengths_known: the number of tokens is known, from a mask or from unpadded cu_seqlens.
+        may_pad: declared padding may stand inside of them, because an attention mask gave their number.
         searches_left: padding of unknown length may precede the tokens.
         flat: [cp_size, n] int64, the flat position of each position of each rank; None: one rank has all, in order.
         jumps: flat positions whose position id does not follow the one before, and that begin no segment.
+        is_cut: position ids cut rows of the batch.
     """
 
     shape: tuple[int, int]
@@ -39,9 +41,11 @@ class Segments:
     start: Any
     stop: Any
     lengths_known: bool = False
+    may_pad: bool = False
     searches_left: bool = False
     flat: Any = None
     jumps: Any = ()
+    is_cut: bool = False
 
     @classmethod
     def of(
@@ -115,7 +119,9 @@ class Segments:
         jumps[:, 1:] = ~(is_step | restarts[:, 1:])
         begin = np.sort(np.concatenate([self.begin, np.flatnonzero(restarts)]))
         end = np.append(begin[1:], rows.size)
-        return replace(self, begin=begin, end=end, start=begin, stop=end, jumps=np.flatnonzero(jumps))
+        return replace(
+            self, begin=begin, end=end, start=begin, stop=end, jumps=np.flatnonzero(jumps), is_cut=bool(restarts.any())
+        )
 
     def with_lengths(self, padding_mask: Any) -> Segments:
         """Return the Segments with the lengths that a padding mask gives.

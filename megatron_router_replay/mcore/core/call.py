@@ -1,9 +1,7 @@
 """Choose the experts of a call of `TopKRouter.routing`.
 
-Megatron-Core requests the experts of an object by `get_replay_topk`:
-
-in a session      a RoutingCall, which the hook on `TopKRouter.routing` passes in place of `router.router_replay`
-without one       our subclass of its RouterReplay, if an action is set: it returns the result of a new RoutingCall
+Megatron-Core requests the experts of an object by `get_replay_topk`: of a RoutingCall, which the hook on `TopKRouter.routing`
+passes in place of `router.router_replay`.
 """
 
 from __future__ import annotations
@@ -24,10 +22,10 @@ from megatron_router_replay.mcore.model.upstream import REPLAY_METHOD, TOPK_ORDE
 
 
 class ExpertSource(Protocol):
-    """Choose the experts of a forward.
+    """Choose the experts of a forward: for a session, or as a RouterReplay with an action."""
 
-    Every session has one; a RouterReplay with an action is one.
-    """
+    def _routing_state(self, router: Any, shape: torch.Size) -> tuple[RouterCounts, Any]:
+        """Return the counts of a router, and the micro-batch of its tokens [s, b]; None: the call is live."""
 
     def _experts(self, call: RoutingCall, request: TopKRequest) -> Tensor | None:
         """Return the experts that a call uses, [num_tokens, topk] integers; None: the router's own live top-k."""
@@ -56,20 +54,14 @@ class RoutingSource(ExpertSource, Protocol):
     def _session(self) -> Any:
         """Return the session; None once it was garbage-collected. A freeze stays in force then, until its model is freed."""
 
-    def _routing_state(self, router: Any, shape: torch.Size) -> tuple[RouterCounts, Any]:
-        """Return the counts of a router, and the micro-batch of its tokens [s, b]; None: the call is live."""
-
 
 class RouterCounts(Counts):
     """Counts of a router in a session; tapes keep them, so they outlive the session.
 
     Args:
         flips: take the live top-k in recomputes as well, and count the tokens for which it differs from the replayed experts.
-        verify: compare every routing map that a token dispatcher gets with the experts that were used.
-        verify_routing: instead, compare the map that `TopKRouter.routing` returns. Set if the layer has no dispatcher, or if
-            Megatron-Core is newer than the tested versions.
+        verify: compare every routing map that `TopKRouter.routing` returns with the experts that were used.
         topk_again: the dispatcher takes a top-k of the probabilities; count the tokens for which it may find other experts.
-        balance_off: calls of this router neither update the expert bias nor add an auxiliary loss.
         dtype: of the indices that a tape keeps.
 
     Attributes:
@@ -78,7 +70,6 @@ class RouterCounts(Counts):
     """
 
     __slots__ = (
-        "balance_off",
         "counts_flips",
         "dtype",
         "forwards",
@@ -86,8 +77,6 @@ class RouterCounts(Counts):
         "recomputes",
         "topk_again",
         "verify",
-        "verify_entering",
-        "verify_routing",
     )
 
     def __init__(
@@ -95,15 +84,12 @@ class RouterCounts(Counts):
         *,
         flips: bool = False,
         verify: bool = False,
-        verify_routing: bool = False,
         topk_again: bool = False,
-        balance_off: bool = False,
         dtype: torch.dtype = torch.int64,
     ) -> None:
         super().__init__()
-        self.topk_again, self.balance_off, self.dtype = topk_again, balance_off, dtype
-        self.counts_flips, self.verify, self.verify_routing = flips, verify, verify_routing
-        self.verify_entering = verify and not verify_routing
+        self.topk_again, self.dtype = topk_again, dtype
+        self.counts_flips, self.verify = flips, verify
         # Outside of `add` and its lock, because every call counts: Python switches threads at calls and jumps, and there is
         # none within `counter.forwards += 1`.
         self.forwards = self.recomputes = self.recomputed = 0
@@ -148,7 +134,7 @@ class RoutingCall:
     """The experts of a router's call, which Megatron-Core must request exactly once.
 
     Args:
-        router: the TopKRouter, or the RouterReplay with an action.
+        router: the TopKRouter, or a RouterReplay that is called without one.
         counter: counts of this router in the session.
         source: chooses the experts of a forward; None: the call is a recompute.
         recompute_of: the entry that this call repeats; None: it is a forward.

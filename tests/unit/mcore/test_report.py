@@ -4,9 +4,9 @@ from dataclasses import fields, replace
 
 import pytest
 
-from megatron_router_replay.mcore.sessions.agreement import LiveAgreement
-from megatron_router_replay.mcore.sessions.report import SessionReport, _add_up
-from megatron_router_replay.mcore.sessions.verdict import Finding, Sums
+from megatron_router_replay.mcore.judge.agreement import LiveAgreement
+from megatron_router_replay.mcore.judge.report import SessionReport, _add_up
+from megatron_router_replay.mcore.judge.verdict import Finding, Sums
 
 REPLAY = SessionReport(
     kind="replay",
@@ -73,19 +73,19 @@ def test_the_text_of_a_replay_has_its_counts():
 
 
 def test_the_numbers_that_a_logger_gets_are_these_and_no_others():
-    assert CHOSEN.metrics("r/") == {
-        "r/routers": 2.0,
-        "r/microbatches": 1.0,
-        "r/tokens": 10.0,
-        "r/rows_replayed": 6.0,
-        "r/rows_live": 3.0,
-        "r/rows_padding": 1.0,
-        "r/rows_repeated": 4.0,
-        "r/segments_ambiguous": 0.0,
-        "r/forwards": 2.0,
-        "r/recomputes": 0.0,
-        "r/replayed_share": 6 / 9,
-        "r/padding_share": 0.1,
+    assert CHOSEN.metrics() == {
+        "router_replay/routers": 2.0,
+        "router_replay/microbatches": 1.0,
+        "router_replay/tokens": 10.0,
+        "router_replay/rows_replayed": 6.0,
+        "router_replay/rows_live": 3.0,
+        "router_replay/rows_padding": 1.0,
+        "router_replay/rows_repeated": 4.0,
+        "router_replay/segments_ambiguous": 0.0,
+        "router_replay/forwards": 2.0,
+        "router_replay/recomputes": 0.0,
+        "router_replay/replayed_share": 6 / 9,
+        "router_replay/padding_share": 0.1,
     }
 
 
@@ -95,7 +95,7 @@ def test_what_was_not_measured_has_no_number():
     assert (nothing.tokens, nothing.recompute_flips) == (0, None)
     recording = SessionReport(kind="record", rows_live=4)
     assert (recording.replayed_share, recording.tokens, "tokens" in str(recording)) == (None, 4, False)
-    assert "r/replayed_share" not in recording.metrics("r/")
+    assert "router_replay/replayed_share" not in recording.metrics()
     assert SessionReport(kind="replay", rows_live=3).replayed_share == 0.0, "which is not nothing measured"
     assert "flips" not in str(REPLAY)
     assert not [name for name in REPLAY.metrics() if "flip" in name]
@@ -110,18 +110,18 @@ def test_the_first_line_says_how_the_live_router_agrees_and_a_logger_gets_it():
         "(2 of 4 layers judged)"
     )
     assert str(report).splitlines()[1:] == str(REPLAY).splitlines()[1:]
-    numbers = {name: value for name, value in report.metrics("r/").items() if name not in REPLAY.metrics("r/")}
+    numbers = {name: value for name, value in report.metrics().items() if name not in REPLAY.metrics()}
     assert numbers == {
-        "r/agreement": 275 / 285,
-        "r/agreement_least_layer": 130 / 140,
-        "r/block_evidence": 7.5,
-        "r/rows_apart": 2.0,
+        "router_replay/agreement": 275 / 285,
+        "router_replay/agreement_least_layer": 130 / 140,
+        "router_replay/block_evidence": 7.5,
+        "router_replay/rows_apart": 2.0,
     }
     no_row = replace(AGREEMENT, layers={})
     assert "was compared in no row" in str(no_row)
     assert replace(REPLAY, agreement=no_row).metrics() == REPLAY.metrics()
     few = replace(AGREEMENT, layers={3: Sums(3, 5, 5, 5, 5)})
-    assert str(few).endswith("(0 of 4 layers judged)")
+    assert str(few) == "too few routes were compared to judge any of 4 layers"
 
 
 def test_a_low_layer_and_wrong_rows_have_lines_of_their_own():
@@ -191,12 +191,15 @@ def test_agreement_adds_up_over_ranks_that_hold_the_same_layers_and_others():
 
 def test_counts_of_ranks_are_added_up_and_a_rank_that_did_not_measure_hides_nothing():
     numbers = {each.name: 10 + i for i, each in enumerate(fields(SessionReport)) if str(each.type) == "int"}
-    assert len(numbers) == 9
+    assert len(numbers) == 10
     one = SessionReport(kind="replay", **numbers, flips_of_layer={1: 2, 2: 0}, decisions={"verified": 7})
     other = SessionReport(kind="replay", rows_live=5, flips_of_layer={2: 4}, decisions={"verified": 1, "wrong": 3})
     total = summed(one, other)
     for name, value in numbers.items():
-        assert getattr(total, name) == value + {"rows_live": 5}.get(name, 0), name
+        assert getattr(total, name) == value + {"rows_live": 5, "ranks": 1}.get(name, 0), name
+    assert str(replace(one, routers=4, ranks=2, decisions={})).startswith(
+        "router replay: 4 routers on 2 ranks, 12 micro-batches"
+    )
     assert list(total.flips_of_layer.items()) == [(1, 2), (2, 4)]
     assert (total.kind, total.decisions) == ("replay", {"verified": 8, "wrong": 3})
     neither = summed(SessionReport(kind="replay"), SessionReport(kind="replay"))
@@ -213,7 +216,10 @@ def test_a_freeze_leaves_rows_out_and_says_that_nothing_was_frozen():
 
 
 def test_a_number_that_no_session_of_the_kind_measures_is_absent():
-    names = {kind: {*SessionReport(kind=kind).metrics("")} for kind in ("replay", "record", "freeze_recompute")}
+    names = {
+        kind: {name.removeprefix("router_replay/") for name in SessionReport(kind=kind).metrics()}
+        for kind in ("replay", "record", "freeze_recompute")
+    }
     counted = {"routers", "microbatches", "forwards", "recomputes"}
     assert names["freeze_recompute"] == counted
     assert names["record"] == counted | {"rows_live", "rows_padding", "tokens"}
