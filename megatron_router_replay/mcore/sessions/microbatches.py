@@ -163,9 +163,16 @@ class Microbatches:
         self.look_up_rows(chunk, inputs)
         microbatch = chunk.begin(is_running=True)
         # Stages that embed nothing may get tokens in another layout, before packing.
-        if microbatch.is_by_hand and inputs.input_ids is not None and getattr(chunk.module, "pre_process", True):
+        if microbatch.is_by_hand and getattr(chunk.module, "pre_process", True):
             try:
-                self._compare_tokens(chunk, microbatch, inputs.input_ids)
+                if inputs.input_ids is not None:
+                    self._compare_tokens(chunk, microbatch, inputs.input_ids)
+                elif microbatch.must_compare:
+                    raise LayoutError(
+                        f"{names_again(microbatch.must_compare)}, and micro-batch {microbatch.number} of chunk {chunk.index} "
+                        "gets no input_ids to compare. If a batch has a sample twice, give its tokens: "
+                        "session.microbatch(rows, model, token_ids=...)."
+                    )
             except BaseException:
                 chunk.leave(failed=True)
                 raise
@@ -296,9 +303,17 @@ class Microbatches:
         except ReplayStateError as error:  # a rank never came: this rank's own problems are raised with it
             return [*problems, str(error)]
         self.result = result
-        for text in result.warnings:
-            warn("agreement", text)
+        for cause, text in result.warnings.items():
+            warn(cause, text)
         return [*problems, *result.problems_of(self._rank, at_fault=at_fault)]
+
+
+def names_again(num_repeated: int) -> str:
+    """Return the first words of the error that rows by hand name rows twice where no token can be compared."""
+    return (
+        f"MRR202: rows by hand name {num_repeated} rows of the trace again in one micro-batch. Do they restart in each "
+        "sample? Row i of the trace is its token i, so the rows of a sample begin where those of the sample before it end"
+    )
 
 
 def _sum_counts(name: str, chunks: Sequence[Chunk]) -> int:
