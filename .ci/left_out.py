@@ -66,7 +66,7 @@ GROUPS = [
         name="wrong routes",
         tests=("tests/functional/effect/test_wrong_routes.py",),
         sources=("examples/effect/",),
-        rooms=("mcore/sessions",),
+        rooms=("mcore/judge",),
     ),
     Group(
         name="GRPO",
@@ -120,7 +120,7 @@ STEPS = [
         name="verl",
         tests=("tests/functional/verl",),
         sources=("tests/trainers/", "constraints-verl.txt"),
-        rooms=("mcore/sessions", "trainers"),
+        rooms=("mcore/judge", "mcore/sessions", "trainers"),
     ),
     Group(
         name="versions",

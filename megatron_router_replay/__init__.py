@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         replay,
         uninstall,
     )
-    from megatron_router_replay.mcore.sessions.explanation import explain
+    from megatron_router_replay.mcore.model.explanation import explain
     from megatron_router_replay.store import load_trace, save_trace
     from megatron_router_replay.trace import RoutingTrace, concat_traces, merge_traces
     from megatron_router_replay.trainers.audit import audit

@@ -74,6 +74,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "mcore/model": MCORE,
     "mcore/core": MCORE,
     "mcore/batches": MCORE,
+    "mcore/judge": SESSIONS,
     "mcore/sessions": SESSIONS,
     "capture": ("tests/unit/capture",),
     "diagnostics": ("tests/unit/diagnostics",),

@@ -23,9 +23,9 @@ from torch import Tensor
 from examples.effect import small_moe
 from examples.effect.small_moe import Network, Shape, text, top_k, with_loops
 from megatron_router_replay.mcore.core.call import TopKRequest
-from megatron_router_replay.mcore.sessions.agreement import Agreement
-from megatron_router_replay.mcore.sessions.blocks import EVIDENCE
-from megatron_router_replay.mcore.sessions.verdict import judge
+from megatron_router_replay.mcore.judge.agreement import Agreement
+from megatron_router_replay.mcore.judge.blocks import EVIDENCE
+from megatron_router_replay.mcore.judge.verdict import judge
 
 SAMPLES, LENGTH, STEPS = 8, 512, 150
 FLIPPED = 0.03

@@ -19,7 +19,15 @@ LayerRule = Callable[[Config, int], list[bool] | None]
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """The fields that count the routed experts of a layer; all that a config has must agree."""
 
-TOPK = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_top_k", "moe_k")
+TOPK = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "experts_per_token",
+    "moe_topk",
+    "moe_top_k",
+    "moe_k",
+    "top_k_experts",
+)
 """The fields that count the experts of a token; all that a config has must agree."""
 
 
@@ -119,6 +127,16 @@ def _every_layer(config: Config, num_layers: int) -> list[bool]:
     return [True] * num_layers
 
 
+def _switched(config: Config, num_layers: int) -> list[bool]:
+    """Source: transformers 5.23, Gemma4TextDecoderLayer: experts beside the MLP of every layer, or of none."""
+    if config["enable_moe_block"] is not True:
+        raise PayloadError(
+            f"MRR303: the {config['model_type']} config has enable_moe_block={config['enable_moe_block']}: the model is "
+            "dense and has no routes to replay."
+        )
+    return [True] * num_layers
+
+
 def _sparse_step(config: Config, num_layers: int) -> list[bool]:
     """Source: transformers 5.23, Qwen3MoeDecoderLayer.__init__."""
     step, dense = integer(config, "decoder_sparse_step", least=1), _listed(config, "mlp_only_layers", num_layers)
@@ -181,10 +199,14 @@ _NEMOTRON = _kinds("layers_block_type", "moe", "mamba", "linear_attention", "att
 _RULES: list[tuple[str, dict[str, LayerRule]]] = [
     ("qwen2_moe qwen3_moe qwen3_next qwen3_vl_moe_text qwen3_omni_moe_text", {"": _sparse_step}),
     ("mixtral gpt_oss olmoe flex_olmo phimoe minimax minimax_m2 qwen3_5_moe_text", {"": _every_layer}),
-    ("granitemoe granitemoeshared granitemoehybrid hunyuan_v1_moe longcat_flash", {"": _every_layer}),
+    ("granitemoe granitemoeshared granitemoehybrid granitemoe_swa hunyuan_v1_moe longcat_flash", {"": _every_layer}),
+    ("aria_text qwen4_exp_text", {"": _every_layer}),
     (
         "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 kimi_linear dots1 mimo_v2_flash exaone_moe minimax_m3 "
-        "minimax_m3_vl_text bailing_moe bailing_moe_v2 bailing_hybrid glm4_moe glm4v_moe_text glm4_moe_lite glm_moe_dsa",
+        "minimax_m3_vl_text bailing_moe bailing_moe_v2 bailing_hybrid glm4_moe glm4v_moe_text glm4_moe_lite glm_moe_dsa "
+        "glm5_next_text axk1 beam cohere2_moe deepseek_ocr2_text unlimited_ocr_text dots3_note_text hy_v3 hy_v4 laguna "
+        # The bridge of miles reads JoyAI-LLM-Flash as a DeepSeek-V3.
+        "mellum muse_spark_text joyai_llm_flash",
         {"mlp_layer_types": _MLP_TYPES, "first_k_dense_replace": _first_dense, "moe_layer_freq": _layer_freq},
     ),
     # The first layers route by a table of token ids: no router chooses there. Engines send zeros, or the table's ids.
@@ -198,6 +220,8 @@ _RULES: list[tuple[str, dict[str, LayerRule]]] = [
     ),
     ("step3p5 step3p7_text", {"mlp_layer_types": _MLP_TYPES, "moe_layers_enum": _enumerated}),
     ("afmoe lfm2_moe", {"": _from("num_dense_layers")}),
+    ("inkling_text inkling_model", {"mlp_layer_types": _MLP_TYPES, "dense_mlp_idx": _from("dense_mlp_idx")}),
+    ("gemma4_text", {"enable_moe_block": _switched}),
     ("ernie4_5_moe", {"": _span}),
     ("jamba", {"": _periodic}),
     ("llama4_text", {"": _interleaved}),

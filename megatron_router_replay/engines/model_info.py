@@ -84,8 +84,10 @@ class ModelRoutingInfo:
             )
         if model_type not in FAMILIES:
             raise PayloadError(
-                f"MRR303: model_type {model_type!r} is not known here, so its MoE layers would be a guess. "
-                f"Known: {', '.join(sorted(FAMILIES))}. Make a ModelRoutingInfo(...) by hand for others."
+                f"MRR303: model_type {model_type!r} is not known here, so its MoE layers would be a guess. Pass, in place of "
+                f"the config, {_by_hand(values)} of megatron_router_replay.engines, with the layers from 1 that have routed "
+                "experts; mcore.routing_info(model) reads it from a Megatron-Core model. "
+                f"Known types: {', '.join(sorted(FAMILIES))}."
             )
         # Hidden layer i is layer_number i + 1; layers of multi-token prediction are no hidden layers.
         is_moe = moe_layers(values)
@@ -107,6 +109,19 @@ ModelLike = Union[ModelRoutingInfo, Config, str, "os.PathLike[str]"]
 def as_model_info(model: ModelLike) -> ModelRoutingInfo:
     """Return `model` if it is a ModelRoutingInfo, else read it as a Hugging Face config."""
     return model if isinstance(model, ModelRoutingInfo) else ModelRoutingInfo.from_hf_config(model)
+
+
+def _by_hand(config: Config) -> str:
+    """Return the call that describes a model of an unknown type, with the numbers that its config states."""
+
+    def stated(names: tuple[str, ...]) -> Any:
+        values = {config[name] for name in names if type(config.get(name)) is int}
+        return values.pop() if len(values) == 1 else "..."
+
+    return (
+        f"ModelRoutingInfo(num_layers={stated(('num_hidden_layers',))}, moe_layer_numbers=[...], "
+        f"num_experts={stated(NUM_EXPERTS)}, topk={stated(TOPK)})"
+    )
 
 
 def _load(config: Any) -> Config:

@@ -7,15 +7,11 @@ sequence comes before position s + 1 of any.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from megatron_router_replay.checks import as_integers
 from megatron_router_replay.errors import LayoutError
-
-Style = Literal["zigzag", "contiguous"]
 
 
 def split_context_parallel(
@@ -24,53 +20,41 @@ def split_context_parallel(
     cp_rank: int,
     cp_size: int,
     cu_seqlens_padded: Tensor | None = None,
-    style: Style = "zigzag",
 ) -> Tensor:
-    """Return the positions that this context-parallel rank keeps.
+    """Return the positions that this context-parallel rank keeps, in zigzag.
+
+    Each sequence is cut into 2 * cp_size chunks. A rank keeps the one at cp_rank and the one as far from the end, which
+    balances causal attention.
 
     Args:
         values: [b, s, ...], any dtype; [1, total, ...] for packed sequences.
         cp_rank, cp_size: this rank's place in the context-parallel group, 0 <= cp_rank < cp_size.
         cu_seqlens_padded: [num_seqs + 1], where each packed sequence starts, on the CPU; None for a padded batch.
-        style: "zigzag" cuts each sequence into 2 * cp_size chunks and keeps the one at cp_rank and the one as far from
-            the end, which balances causal attention; "contiguous" cuts the whole row into cp_size runs, across packed
-            sequences.
 
     Returns:
         [b, s // cp_size, ...], same dtype and device; a copy unless cp_size is 1.
 
     Raises:
-        LayoutError: a length is not a multiple of 2 * cp_size (zigzag) or of cp_size (contiguous); cu_seqlens_padded
-            does not cover the row.
+        LayoutError: a length is not a multiple of 2 * cp_size; cu_seqlens_padded does not cover the row.
 
     Source: Megatron-Core 0.16.1, utils.get_batch_on_this_cp_rank and get_thd_batch_on_this_cp_rank, whose indices are
     those of transformer_engine's thd_get_partitioned_indices.
     """
     if values.dim() < 2:
         raise LayoutError(f"MRR201: cannot split values of shape {list(values.shape)}: they must be [b, s, ...].")
-    positions = _positions(
-        values.shape[1], cp_rank=cp_rank, cp_size=cp_size, cu_seqlens_padded=cu_seqlens_padded, style=style
-    )
+    positions = _positions(values.shape[1], cp_rank=cp_rank, cp_size=cp_size, cu_seqlens_padded=cu_seqlens_padded)
     return values if cp_size == 1 else values.index_select(1, positions.to(values.device))
 
 
-def _positions(
-    seq_length: int, *, cp_rank: int, cp_size: int, cu_seqlens_padded: Tensor | None, style: Style
-) -> Tensor:
+def _positions(seq_length: int, *, cp_rank: int, cp_size: int, cu_seqlens_padded: Tensor | None) -> Tensor:
     """Return which positions `split_context_parallel` keeps, in order: [seq_length // cp_size] int64."""
     if not 0 <= cp_rank < cp_size:
         raise LayoutError(f"MRR204: cp_rank={cp_rank} must lie in 0..cp_size - 1, cp_size={cp_size}.")
     bounds = _bounds(seq_length, cu_seqlens_padded)
-    if style == "contiguous":
-        _check_lengths(torch.tensor([seq_length]), cp_size, style, cp_size)
-        kept = seq_length // cp_size
-        return torch.arange(cp_rank * kept, (cp_rank + 1) * kept)
-    if style != "zigzag":
-        raise LayoutError(f"MRR101: style={style!r} must be 'zigzag' or 'contiguous'.")
     if cp_size == 1:  # one rank keeps everything: nothing has to be a multiple of two
         return torch.arange(seq_length)
     lengths = bounds.diff()
-    _check_lengths(lengths, 2 * cp_size, style, cp_size)
+    _check_lengths(lengths, cp_size)
     chunks = lengths // (2 * cp_size)
     starts = bounds[:-1]
     # Of each sequence two runs are kept, in this order: the cp_rank-th chunk and the cp_rank-th from the end.
@@ -96,12 +80,13 @@ def _bounds(seq_length: int, cu_seqlens_padded: Tensor | None) -> Tensor:
     return bounds
 
 
-def _check_lengths(lengths: Tensor, multiple: int, style: str, cp_size: int) -> None:
+def _check_lengths(lengths: Tensor, cp_size: int) -> None:
+    multiple = 2 * cp_size
     wrong = (lengths % multiple).nonzero()[:, 0].tolist()
     if wrong:
         raise LayoutError(
             f"MRR204: cannot split sequence {wrong[0]} of {int(lengths[wrong[0]])} positions over cp_size={cp_size} "
-            f"({style}): not a multiple of {multiple}. Pad each sequence to a multiple of {multiple} first."
+            f"in zigzag: not a multiple of {multiple}. Pad each sequence to a multiple of {multiple} first."
         )
 
 

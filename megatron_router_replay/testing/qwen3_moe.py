@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_router_replay.engines import ModelRoutingInfo
 from megatron_router_replay.errors import RouterReplayError
 from megatron_router_replay.testing.global_parameters import load_global_parameters
 from megatron_router_replay.testing.gpt import build_gpt, gpt_config
@@ -49,12 +50,10 @@ def qwen3_moe_config(checkpoint_dir: str | Path, layout: ParallelSizes, **overri
         overrides: any field of TransformerConfig.
 
     Raises:
-        RouterReplayError: a model that this conversion does not support.
+        RouterReplayError: a model that this conversion does not support, or an incomplete config.
     """
     hf = _read_config(checkpoint_dir)
-    sparse_step = hf.get("decoder_sparse_step", 1)
-    dense_layers = hf.get("mlp_only_layers") or []
-    layers = range(hf["num_hidden_layers"])
+    info = ModelRoutingInfo.from_hf_config(hf)
     fields: dict[str, Any] = {
         "num_layers": hf["num_hidden_layers"],
         "hidden_size": hf["hidden_size"],
@@ -63,11 +62,11 @@ def qwen3_moe_config(checkpoint_dir: str | Path, layout: ParallelSizes, **overri
         "kv_channels": hf["head_dim"],
         "ffn_hidden_size": hf["intermediate_size"],
         "moe_ffn_hidden_size": hf["moe_intermediate_size"],
-        "num_moe_experts": hf["num_experts"],
-        "moe_router_topk": hf["num_experts_per_tok"],
+        "num_moe_experts": info.num_experts,
+        "moe_router_topk": info.topk,
         # Qwen3-MoE: a softmax over all experts, then the chosen ones normalised = a softmax over the chosen ones.
         "moe_router_pre_softmax": False,
-        "moe_layer_freq": [int(i not in dense_layers and (i + 1) % sparse_step == 0) for i in layers],
+        "moe_layer_freq": [int(i + 1 in info.moe_layer_numbers) for i in range(info.num_layers)],
         "layernorm_epsilon": hf["rms_norm_eps"],
     }
     return gpt_config(layout, **{**fields, **overrides})

@@ -196,22 +196,17 @@ class _Collection:
 
     def trace(self, packing_context: Any) -> RoutingTrace:
         """Return the samples that this rank trains, with the layers of its stage. A collective over all ranks."""
-        error: Exception | None = None
-        rows: list[_Row | None] = []
-        try:
-            self._check_tokens()
-            rows = self._local_rows()
-        except Exception as caught:  # whatever it is, the other ranks must not wait for this one
-            error = caught
-        error = replayer.error_of_all(error)
-        if error is not None:
-            raise error
+        rows = replayer.make_together(self._checked_rows)
         if packing_context is not None:
             rows = _packed_rows(rows, packing_context)
         trace = self._fetch(list(dict.fromkeys(row for row in rows if row is not None)))
         _store.forget([each for turns in self._tickets for each in turns if each is not None], before=self._oldest)
         _store.collection += 1
         return trace
+
+    def _checked_rows(self) -> list[_Row | None]:
+        self._check_tokens()
+        return self._local_rows()
 
     def _check_tokens(self) -> None:
         """Check that requests have the tokens of their rollouts, on the ranks that have their routes."""

@@ -19,7 +19,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from torch import nn
 import megatron_router_replay as mrr
 from megatron_router_replay.checks import check_options
 from megatron_router_replay.errors import LayoutError, PayloadError, ReplayStateError, RouterReplayError
+from megatron_router_replay.together import raise_together
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trainers.seams import Seam, bind, hook, take
 
@@ -41,6 +42,7 @@ SCHEDULES = Seam("megatron.core.pipeline_parallel.schedules", "get_forward_backw
 LastToken = Literal["unrouted", "routed"]
 PassKind = Literal["forward-only", "training"]
 Samples = Callable[[], tuple[Sequence[Any], Sequence[Any]]]
+T = TypeVar("T")
 
 
 class TrainerReplay:
@@ -53,19 +55,27 @@ class TrainerReplay:
         options: of `mrr.replay`.
 
     Attributes:
-        audits: MRR_AUDIT is set, so the trainer's own replay stays in charge.
+        audits: MRR_AUDIT is 1 or raise, so the trainer's own replay stays in charge.
         metrics: of the newest pass that replayed, over all ranks; see `SessionReport.metrics`. {}: no pass replayed these
             samples yet.
         findings: of each pass that was audited.
         kind: of the pass that runs now, where a hook marks it; "": none is marked.
+
+    Raises:
+        ReplayStateError: MRR_AUDIT has a different value than 0, 1 or raise.
     """
 
     def __init__(self, trainer: str, replays: Callable[[], bool] | None, options: Mapping[str, Any]) -> None:
         self.trainer, self.options = trainer, options
         self.kind = ""
         self.replays = replays or (lambda: self.kind == "replay")
-        audit = os.environ.get("MRR_AUDIT", "")
-        self.audits = audit not in ("", "0")
+        audit = os.environ.get("MRR_AUDIT") or "0"  # a shell unsets a variable for one command by an empty one
+        if audit not in ("0", "1", "raise"):
+            raise ReplayStateError(
+                f"MRR806: MRR_AUDIT={audit} is none of 0, 1 and raise. Set it to 1 or raise to audit {trainer}'s own replay; "
+                "set it to 0 or unset it to replay with this package."
+            )
+        self.audits = audit != "0"
         self._raises = audit == "raise" or not self.audits  # without an audit, replay is exact or raises
         self.metrics: dict[str, float] = {}
         self.findings: list[Findings] = []
@@ -106,27 +116,25 @@ class TrainerReplay:
             LayoutError, PayloadError, SeamError, TraceError: the routes do not fit the tokens or the model; a PayloadError on
                 ranks where they do. An audit logs these errors, unless MRR_AUDIT=raise.
         """
-        error: Exception | None = None
         num_unused, needed = self._num_unused, "training pass" if self._are_trained else "pass"
         # Before anything raises: no pass may replay, and no log may show, what belongs to an earlier rollout.
-        self._trace, self.metrics, self._num_unused, trace = None, {}, 0, None
-        try:
+        self._trace, self.metrics, self._num_unused = None, {}, 0
+
+        def checked() -> RoutingTrace:
             if num_unused:
                 self._complain(
                     f"{num_unused} samples came in with routes, and no {needed} replayed them before the next ones"
                 )
-            trace = make()
-        except Exception as caught:  # whatever it is, the other ranks must not wait for this one
-            error = caught
-        error = error_of_all(error)
-        if error is None:
-            assert trace is not None, "without an error there is one"
-            self._trace, self._num_unused = trace, len(trace.sequence_lengths or ())
-            self._are_trained = are_trained
-        elif self._raises or not isinstance(error, RouterReplayError):
-            raise error
-        else:
+            return make()
+
+        try:
+            trace = make_together(checked)
+        except RouterReplayError as error:
+            if self._raises:
+                raise
             _LOG.warning("audit of %s's replay: the samples cannot be compared: %s", self.trainer, error)
+            return
+        self._trace, self._num_unused, self._are_trained = trace, len(trace.sequence_lengths or ()), are_trained
 
     @property
     def has_samples(self) -> bool:
@@ -272,16 +280,25 @@ def make_trace(chunks: Any, tokens: Sequence[Any], routes: Sequence[Any], last_t
     )
 
 
-def error_of_all(error: Exception | None) -> Exception | None:
-    """Return this rank's error, or that of another rank; a collective over all ranks."""
-    if not dist.is_initialized():
-        return error
-    texts: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, None if error is None else str(error))
-    ranks = [rank for rank, text in enumerate(texts) if text is not None]
-    if error is not None or not ranks:
-        return error
-    return PayloadError(f"MRR802: the samples of ranks {ranks} cannot be replayed; rank {ranks[0]}: {texts[ranks[0]]}")
+def make_together(make: Callable[[], T]) -> T:
+    """Return what this rank makes of its samples, or raise on all ranks. A collective over all ranks.
+
+    Args:
+        make: called here; whatever it raises, no rank waits for this one.
+    """
+    made: T | Exception
+    try:
+        made = make()
+    except Exception as error:
+        made = error
+    # An error alone goes to the other ranks: samples are large.
+    raise_together(made if isinstance(made, Exception) else None, _error_of_peers)
+    assert not isinstance(made, Exception), "it was raised"
+    return made
+
+
+def _error_of_peers(ranks: list[int], text: str) -> PayloadError:
+    return PayloadError(f"MRR802: the samples of ranks {ranks} cannot be replayed; rank {ranks[0]}: {text}")
 
 
 @contextmanager

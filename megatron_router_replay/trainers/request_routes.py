@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_router_replay.errors import PayloadError
+from megatron_router_replay.together import raise_together
 from megatron_router_replay.trace.ids import index_dtype
 
 _MESSAGE_BYTES = 64 << 20
@@ -140,26 +141,22 @@ class RequestRoutes:
         me, world, dtype = dist.get_rank(), dist.get_world_size(), index_dtype(num_experts)
         engines: list[Any] = [None] * world
         dist.all_gather_object(engines, (self.engine, self.layers))
-        all_queries: list[Any] = [None] * world
+        queries: dict[int, _Query] | Exception
         try:
-            queries: Any = _queries(pieces, tuple(layers), engines, me)
-        except PayloadError as error:
+            queries = _queries(pieces, tuple(layers), engines, me)
+        except Exception as error:  # whatever it is, the other ranks must not wait for this one
             queries = error
-        dist.all_gather_object(all_queries, queries)
-        _raise_first(all_queries)
+        all_queries = raise_together(queries, _error_of_peers)
 
-        # Each rank packs the rows for the other ranks; a fault must not let these wait.
+        # Each rank packs the rows for the other ranks.
         width = topk * dtype.itemsize
         sent: list[Tensor] = []
-        error_text: PayloadError | None = None
-        for rank in range(world):
-            try:
-                sent.append(self._pack(all_queries[rank].get(me)))
-            except PayloadError as error:
-                error_text = error
-        errors: list[Any] = [None] * world
-        dist.all_gather_object(errors, error_text)
-        _raise_first(errors)
+        fault: Exception | None = None
+        try:
+            sent = [self._pack(all_queries[rank].get(me)) for rank in range(world)]
+        except Exception as error:
+            fault = error
+        raise_together(fault, _error_of_peers)
 
         # The size of each message follows from the queries, which all ranks have.
         sizes = [
@@ -198,11 +195,8 @@ class RequestRoutes:
         return torch.cat(parts)
 
 
-def _raise_first(values: Sequence[Any]) -> None:
-    """Raise the error of the first rank that has one, on all ranks."""
-    for value in values:
-        if isinstance(value, PayloadError):
-            raise value
+def _error_of_peers(ranks: list[int], text: str) -> PayloadError:
+    return PayloadError(f"MRR802: the routes of requests cannot be fetched; rank {ranks[0]}: {text}")
 
 
 def _queries(pieces: Sequence[Piece], layers: tuple[int, ...], engines: Sequence[Any], me: int) -> dict[int, _Query]:

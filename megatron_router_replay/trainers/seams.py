@@ -130,7 +130,7 @@ def _replace(module: ModuleType, *, seam: Seam, around: Callable[..., Any] | Non
                 setattr(holder, key, replacement)
 
 
-# ---- modules that are not imported yet
+# ---- modules that are not imported yet, or only in part
 class _WhenImported(MetaPathFinder):
     """First of the finders: it adds calls to the loading of a module that a later finder finds."""
 
@@ -153,22 +153,54 @@ class _WhenImported(MetaPathFinder):
             # A loader of several modules, such as that of a zip file, loads the next one as before.
             vars(loader).pop("exec_module", None)
             execute(module)
-            for then in self.waiting.get(module.__name__, []):
-                then(module)
-            # Not before: of a module whose hook raised, the next import must raise too, and not run without hooks.
-            self.waiting.pop(module.__name__, None)
+            self.call(module)
 
         loader.exec_module = exec_module
+
+    def call(self, module: ModuleType) -> None:
+        """Call what waits for a module."""
+        for then in self.waiting.get(module.__name__, []):
+            then(module)
+        # Not before: of a module whose hook raised, the next import must raise too, and not run without hooks.
+        self.waiting.pop(module.__name__, None)
 
 
 _finder = _WhenImported()
 
 
+class _RunningSpec(ModuleSpec):
+    """The spec of a module that runs: importlib clears `_initializing` when the module has ended, or failed."""
+
+    @property
+    def _initializing(self) -> bool:
+        return bool(vars(self)["_initializing"])
+
+    @_initializing.setter
+    def _initializing(self, is_running: bool) -> None:
+        vars(self)["_initializing"] = is_running
+        module = sys.modules.get(self.name)
+        if is_running or module is None:  # it failed, and its next import is like any other
+            return
+        self.__class__ = ModuleSpec  # type: ignore[assignment]
+        try:
+            _finder.call(module)
+        except BaseException:
+            del sys.modules[self.name]  # as of any module that fails, so that its next import raises too
+            raise
+
+
 def when_imported(name: str, then: Callable[[ModuleType], Any]) -> None:
-    """Call `then` with the module of this name, now or as soon as it has been imported."""
-    if name in sys.modules:
+    """Call `then` with the module of this name, now or as soon as it has been imported.
+
+    A module that imports this package in its first lines is imported only in part; `then` waits for its end.
+    """
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    is_running = getattr(spec, "_initializing", False)
+    if name in sys.modules and not is_running:
         then(sys.modules[name])
         return
+    if is_running and name not in _finder.waiting:
+        spec.__class__ = _RunningSpec
     _finder.waiting.setdefault(name, []).append(then)
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
@@ -198,17 +230,29 @@ def main(arguments: Sequence[str]) -> int:
             f"usage: python -m megatron_router_replay.trainers.seams TRAINER FOLDER, one of {', '.join(_TRAINERS)} and the "
             "folder of its checkout"
         )
+    module_seams: Sequence[Seam] = importlib.import_module(f"megatron_router_replay.trainers.{trainer}").SEAMS
+    texts = {seam.module: _text_of(folder, seam.module) for seam in module_seams}
+    if not any(texts.values()):
+        first = module_seams[0].module.replace(".", "/")
+        raise SystemExit(f"no {trainer} in {folder}: it has neither {first}.py nor another file that is hooked.")
     moved = 0
-    for seam in importlib.import_module(f"megatron_router_replay.trainers.{trainer}").SEAMS:
-        path = Path(folder, *seam.module.split("."))
-        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    for seam in module_seams:
+        text = texts[seam.module]
         try:
-            seam.check(source_of(file.read_text(), seam.name) if file.is_file() else None)
+            seam.check(None if text is None else source_of(text, seam.name))
             print(f"as known  {seam.module}.{seam.name}")
         except SeamError as error:
             moved += 1
             print(f"MOVED     {error}")
+    print(f"{len(module_seams) - moved} of {len(module_seams)} as known")
     return moved
+
+
+def _text_of(folder: str, module: str) -> str | None:
+    """Return a module's text in a checkout, None: there is none."""
+    path = Path(folder, *module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return file.read_text() if file.is_file() else None
 
 
 if __name__ == "__main__":

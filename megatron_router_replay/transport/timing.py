@@ -53,10 +53,10 @@ class TransportTimes:
             seconds, self._seconds = self._seconds, {}
         return seconds
 
-    def metrics(self, prefix: str = "router_replay/transport/") -> dict[str, float]:
-        """Return `<side>_<activity>_s` for a training logger."""
+    def metrics(self) -> dict[str, float]:
+        """Return `router_replay/transport/<side>_<activity>_s` for a training logger."""
         with self._lock:
-            return {f"{prefix}{name}_s": value for name, value in self._seconds.items()}
+            return {f"router_replay/transport/{name}_s": value for name, value in self._seconds.items()}
 
     def line(self) -> str:
         """Return a line for a log: seconds of training's wait, and the rollout's activity."""

@@ -47,6 +47,15 @@ class Source:
             shutil.copytree(Path(folder, package), to / package, ignore=shutil.ignore_patterns("*.pyc", "*.so", ".git"))
         return to
 
+    def importing(self, to: Path, *, file: int, is_first: bool) -> Path:
+        """Copy the trainer to `to`, with the line of its page as the first or last of a file that the page names."""
+        folder, page = self.unedited(to), Path(__file__).parents[2] / "docs/trainers" / f"{self.name}.md"
+        (line, files) = re.findall(r"add the line `(import [\w.]+)` (.*?)\n\n", page.read_text(), re.S)[0]
+        path = folder / re.findall(r"`([\w/]+\.py)`", files)[file]
+        text = path.read_text()
+        path.write_text(f"{line}\n{text}" if is_first else f"{text}\n{line}\n")
+        return folder
+
 
 def check_renames(name: str, folder: str, capsys: Any) -> None:
     """Rename each function, parameter and word of each seam, one after the other; the script names it."""

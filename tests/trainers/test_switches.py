@@ -85,6 +85,27 @@ def test_an_audit_says_that_training_was_not_audited(name, edits, trainer, chunk
         train(name, chunks)  # which has no routes, and all its decisions are wrong
 
 
+AUDITS = {None: False, "": False, "0": False, "1": True, "raise": True}
+"""What MRR_AUDIT may be, and whether it audits."""
+
+
+@pytest.mark.parametrize(
+    "word", [*AUDITS, "false", "off", "no", "False", "2", "00", " 1", "true", "True", "Raise", "RAISE"]
+)
+def test_a_word_of_the_audit_that_could_mean_the_opposite_raises(word, trainer, monkeypatch):
+    monkeypatch.delenv("MRR_AUDIT", raising=False)
+    if word is not None:
+        monkeypatch.setenv("MRR_AUDIT", word)
+    if word in AUDITS:
+        slime.init(ARGS)
+        assert replayer.active().audits == AUDITS[word]
+        return
+    with pytest.raises(
+        ReplayStateError, match=f"^MRR806: MRR_AUDIT={word} is none of 0, 1 and raise.*slime's own replay"
+    ):
+        slime.init(ARGS)
+
+
 @pytest.mark.parametrize("name", ["slime"])
 @pytest.mark.parametrize("edits", [KEEPS_QUEUES])
 def test_an_audit_of_all_passes_says_nothing_of_the_switch(name, edits, trainer, chunks, monkeypatch, caplog):

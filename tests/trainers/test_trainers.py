@@ -1,12 +1,16 @@
 """slime, miles, NeMo-RL, SkyRL, ROLL and ms-swift, unedited: each decision of their routers while routes follow tokens."""
 
 import re
+import sys
 from collections import Counter
 from functools import cache, partial
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
 from megatron_router_replay.testing import ParallelSizes
+from megatron_router_replay.trainers import seams
 from tests.functional.mcore.cases import FULL
 from tests.support.workers import WorkersError
 from tests.trainers import miles, ms_swift, nemo_rl, roll, skyrl, slime
@@ -108,6 +112,25 @@ def test_every_decision_is_the_rollouts(case, unedited, on_ranks):
 @pytest.mark.parametrize(("trainer", "name"), list(zip(TRAINERS.values(), ["slime", "miles", "NeMo-RL", "SkyRL"])))
 def test_a_trainers_own_start_installs_before_it_builds_the_model(trainer, name, unedited, workers_1):
     assert workers_1.run(trainer.start, unedited(trainer)) == [name]
+
+
+def imported(trainer, folder):
+    """Run a trainer in whose process nothing but a line in its own files installs the hooks."""
+    module = f"megatron_router_replay.trainers.{trainer.SOURCE.name}"
+    del sys.modules[module]  # so that the line imports it
+    seams._finder.waiting.clear()
+    with mock.patch.object(trainer, trainer.SOURCE.name, SimpleNamespace(install=lambda: None)):
+        counts = trainer.step(folder, ONE, FULL, {})
+    assert module in sys.modules
+    return counts
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["first", "last"])
+@pytest.mark.parametrize("file", [0, 1], ids=["driver", "worker"])
+@pytest.mark.parametrize("trainer", [nemo_rl, skyrl], ids=["nemo_rl", "skyrl"])
+def test_a_line_anywhere_in_a_file_that_the_page_names_is_enough(trainer, file, is_first, workers_1, tmp_path):
+    folder = str(trainer.SOURCE.importing(tmp_path / "edited", file=file, is_first=is_first))
+    check_replayed(workers_1.run(imported, trainer, folder), recomputes=True)
 
 
 @pytest.mark.parametrize("trainer", [slime, miles])

@@ -56,7 +56,7 @@ def either_library(request, monkeypatch):
     if request.param == "binascii":
         monkeypatch.setattr(base64_text, "_fast", None)
     elif base64_text._fast is None:
-        pytest.skip("pybase64 is not installed: pip install 'megatron-router-replay[fast]'")
+        pytest.skip("pybase64 is not installed: pip install '.[fast]'")
 
 
 @pytest.mark.usefixtures("either_library")

@@ -27,7 +27,7 @@ GROUPS, STEPS = map(runpy.run_path(str(SCRIPT), run_name="left_out").get, ("GROU
             ["transports that fail", "replies that are drawn", "random programs"],
             [],
         ),
-        ("megatron_router_replay/mcore/sessions/blocks.py", ["wrong routes", "random programs"], ["verl"]),
+        ("megatron_router_replay/mcore/judge/blocks.py", ["wrong routes", "random programs"], ["verl"]),
         ("megatron_router_replay/unheard_of.py", [group.name for group in GROUPS], ["verl", "versions", "wheel"]),
         ("Makefile", [group.name for group in GROUPS], ["verl", "versions", "wheel"]),
     ],

@@ -11,7 +11,7 @@ import torch
 
 import megatron_router_replay as mrr
 from megatron_router_replay import checks
-from megatron_router_replay.mcore.sessions.report import SessionReport, log_ended
+from megatron_router_replay.mcore.judge.report import SessionReport, log_ended
 from tests.unit.mcore.tiny_chunk import Chunk, random_routes, tokens
 
 DEMO = Path(mrr.__file__).parent / "demo" / "data"

@@ -65,11 +65,8 @@ class RouterCounts(Counts):
 
     Args:
         flips: take the live top-k in recomputes as well, and count the tokens for which it differs from the replayed experts.
-        verify: compare every routing map that a token dispatcher gets with the experts that were used.
-        verify_routing: instead, compare the map that `TopKRouter.routing` returns. Set if the layer has no dispatcher, or if
-            Megatron-Core is newer than the tested versions.
+        verify: compare every routing map that `TopKRouter.routing` returns with the experts that were used.
         topk_again: the dispatcher takes a top-k of the probabilities; count the tokens for which it may find other experts.
-        balance_off: calls of this router neither update the expert bias nor add an auxiliary loss.
         dtype: of the indices that a tape keeps.
 
     Attributes:
@@ -78,7 +75,6 @@ class RouterCounts(Counts):
     """
 
     __slots__ = (
-        "balance_off",
         "counts_flips",
         "dtype",
         "forwards",
@@ -86,8 +82,6 @@ class RouterCounts(Counts):
         "recomputes",
         "topk_again",
         "verify",
-        "verify_entering",
-        "verify_routing",
     )
 
     def __init__(
@@ -95,15 +89,12 @@ class RouterCounts(Counts):
         *,
         flips: bool = False,
         verify: bool = False,
-        verify_routing: bool = False,
         topk_again: bool = False,
-        balance_off: bool = False,
         dtype: torch.dtype = torch.int64,
     ) -> None:
         super().__init__()
-        self.topk_again, self.balance_off, self.dtype = topk_again, balance_off, dtype
-        self.counts_flips, self.verify, self.verify_routing = flips, verify, verify_routing
-        self.verify_entering = verify and not verify_routing
+        self.topk_again, self.dtype = topk_again, dtype
+        self.counts_flips, self.verify = flips, verify
         # Outside of `add` and its lock, because every call counts: Python switches threads at calls and jumps, and there is
         # none within `counter.forwards += 1`.
         self.forwards = self.recomputes = self.recomputed = 0

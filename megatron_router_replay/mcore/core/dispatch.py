@@ -4,8 +4,7 @@
     dispatch_preprocess(hidden, map, probs)         gets the same two tensors, or raises
 
 Hooks, wrappers and modules between the two may read the tensors, and hand them on. Memory and version are compared, without a
-device synchronization. `verify=True` alone sees a write that no version counts: through `.data`, numpy, DLPack, or a
-collective.
+device synchronization. Nothing sees a write that no version counts: through `.data`, numpy, DLPack, or a collective.
 
 Source: Megatron-Core 0.16.1 to 0.19.2, MoELayer.preprocess, the only caller of `dispatch_preprocess`.
 """
@@ -25,7 +24,6 @@ from torch._compile import _disable_dynamo
 
 from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.mcore.core import tape
-from megatron_router_replay.mcore.core.call import RouterCounts, count_wrong
 from megatron_router_replay.mcore.model.upstream import DISPATCH_METHOD
 
 TensorIdentity = tuple[
@@ -77,15 +75,10 @@ def is_unwritten(entering: Tensor, identity: TensorIdentity) -> bool:
 
 
 class RoutedOutputs(NamedTuple):
-    """Identify the outputs of a router's call, for its token dispatcher.
-
-    Args:
-        verified: (counts, experts), for `count_wrong`; None: the map is not verified.
-    """
+    """Identify the outputs of a router's call, for its token dispatcher."""
 
     routing_map: TensorIdentity
     probs: TensorIdentity
-    verified: tuple[RouterCounts, Tensor] | None
 
 
 class _Thread(threading.local):
@@ -154,7 +147,3 @@ def _check(dispatcher: Any, routing_map: Tensor, probs: Tensor) -> None:
                 f"{' (written in place)' if is_same(entering, identity) else ''}. A hook, wrapper or module between the two "
                 "may read both tensors; it must hand them on, and not change or copy them."
             )
-    if outputs.verified is not None:
-        counter, used = outputs.verified
-        counter.add(maps=1)
-        count_wrong(counter, used, routing_map)

@@ -12,7 +12,7 @@ A forward's way through a session, in the order of calls:
 
     routing -> routing_call -> tape.checkpoint_state                                       whether this is a recompute
             -> Microbatches._routing_state -> Chunk.microbatch_of                          the micro-batch of this call
-    topk_routing_with_score_function -> RoutingCall.get_replay_topk -> Strategy.experts    its experts
+    topk_routing_with_score_function -> RoutingCall.get_replay_topk -> source._experts     its experts
     routing -> tape.write                                                                  for its recomputes
             -> Microbatches._on_routed -> Chunk.routed                                     one router of the micro-batch ran
     dispatch_preprocess                                                                    gets both outputs; see `dispatch`
@@ -143,7 +143,7 @@ def routing_call(router: Any, sources: Sequence[RoutingSource], shape: torch.Siz
         if getattr(router, REPLAY_ARGUMENT, None) is not None:
             check_not_driven(router)
         counter, microbatch = sources[-1]._routing_state(router, shape)
-        if microbatch is not None or is_written or counter.verify or counter.balance_off:
+        if microbatch is not None or is_written or counter.verify:
             call = RoutingCall(router, counter, source=sources[-1], microbatch=microbatch, is_written=is_written)
             return call, is_written
         counter.forwards += 1  # live, and no recompute follows
@@ -298,7 +298,7 @@ def _routing_hook(original: Any) -> Any:
                     f"MRR414: {tape.layer_of(self)} chose experts without a request to the session: not by Megatron-Core's "
                     "topk_routing_with_score_function. Was moe_router_load_balancing_type, or the function, replaced?"
                 )
-            if call.counter.verify_routing:
+            if call.counter.verify:
                 count_wrong(call.counter, call.used, routing_map)
             if call.counter.topk_again:
                 call.check_probabilities(probs)
@@ -309,13 +309,9 @@ def _routing_hook(original: Any) -> Any:
             call.counter.forwards += 1
             call.source._on_routed(call)
         if sources or call is not None:
-            verified = None
-            if call is not None and call.counter.verify_entering:
-                assert call.used is not None, "it was requested"
-                verified = call.counter, call.used
             try:
                 dispatch.thread.outputs[id(self)] = dispatch.RoutedOutputs(
-                    dispatch.identity_of(routing_map), dispatch.identity_of(probs), verified
+                    dispatch.identity_of(routing_map), dispatch.identity_of(probs)
                 )
             except NotImplementedError as error:  # tensors of torch.func have no storage
                 raise ReplayStateError(

@@ -55,7 +55,6 @@ def to_host(values: Sequence[Tensor | None]) -> list[Any]:
         if copied is not None and not each.is_cpu:
             own = copied[at : at + each.numel()].view(each.shape)
             at += each.numel()
-        if own.dtype is not torch.bool and own.dtype is not torch.int64:
-            own = own.to(torch.bool if each.dtype is torch.bool else torch.int64)
-        found.append(own.numpy())
+        # Also a mask that was copied among integers, because ~1 is true.
+        found.append(own.to(torch.bool if each.dtype is torch.bool else torch.int64).numpy())
     return found

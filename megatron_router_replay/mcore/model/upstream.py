@@ -70,8 +70,6 @@ REQUIRED_SYMBOLS: tuple[tuple[Any, str, str], ...] = (
     (torch._C, "_is_tracing", "routers that torch.jit.trace captures are not refused"),
     (torch._C, "_dispatch_tls_is_dispatch_key_included", "routers that torch.export captures are not refused"),
     (distributed_c10d, "_get_default_store", "ranks cannot exchange their numbers at the end of a session"),
-    (TopKRouter, "_apply_expert_bias", "balance='off' leaves no expert bias out"),
-    (TopKRouter, "is_aux_loss_enabled", "balance='off' leaves no auxiliary loss out"),
 )
 """(owner, name, the loss without it): private names of torch and Megatron-Core that `hooks.install` checks."""
 

@@ -10,11 +10,10 @@ from typing import Any
 from megatron_router_replay.checks import as_integer, warn, with_checked_options
 from megatron_router_replay.errors import UnsupportedRouterError, listed
 from megatron_router_replay.mcore.core import hooks
-from megatron_router_replay.mcore.core.balance import Balance
 from megatron_router_replay.mcore.core.call import RouterCounts, RoutingCall, TopKRequest
+from megatron_router_replay.mcore.judge.report import SessionReport
 from megatron_router_replay.mcore.model.find import Models
 from megatron_router_replay.mcore.model.support import find_indexers
-from megatron_router_replay.mcore.sessions.report import SessionReport
 from megatron_router_replay.mcore.sessions.routers import SessionRouters
 from megatron_router_replay.mcore.sessions.session import Session
 
@@ -168,9 +167,7 @@ def freeze_recompute(
     model_chunks: Models,
     *,
     ask_every_layer: bool = False,
-    verify: bool = False,
     indexers: bool = True,
-    balance: Balance = "megatron",
 ) -> FreezeSession:
     """Let recomputes use their forward's experts.
 
@@ -186,12 +183,8 @@ def freeze_recompute(
     Args:
         model_chunks: the model or its chunks on this rank; multi-token-prediction routers are frozen too.
         ask_every_layer: also take the live top-k in every recompute and report how many decisions it would have flipped.
-        verify: compare every routing map that a token dispatcher gets with the chosen experts.
         indexers: True: refuse a model with sparse attention (DSA), because its recomputes may attend to different positions
             than their forward. False: freeze its experts alone.
-        balance: "megatron": Megatron-Core balances as it does without a session. "off": no forward counts in the expert
-            bias, nor has an auxiliary loss, for passes that shall not balance the experts; `record` and `replay` inside it
-            decide for themselves.
 
     Raises:
         UnsupportedRouterError: the choice of a router cannot be frozen, which names the config field; or layers have sparse
@@ -199,7 +192,7 @@ def freeze_recompute(
         LayoutError: the model has no experts, or not all chunks of a virtual pipeline are given.
         ReplayStateError: the model is under another session, or RouterReplay objects of its own have an action.
     """
-    routers = SessionRouters(model_chunks, verify=verify, flips=ask_every_layer, balance=balance)
+    routers = SessionRouters(model_chunks, flips=ask_every_layer)
     if indexers and (layers := find_indexers(routers.walks)):
         raise UnsupportedRouterError(
             f"MRR401: cannot freeze the positions of sparse attention in {listed(layers)}: a recompute chooses positions "

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_router_replay.errors import RouterReplayError, TraceError
+from megatron_router_replay.errors import TraceError
 from megatron_router_replay.mcore.core.streams import collective_device
+from megatron_router_replay.together import raise_together
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trace.header import TraceHeader
 from megatron_router_replay.trace.join import UNKNOWN, PartJoiner
@@ -59,23 +60,17 @@ def gather_trace(
             of one replica, or two recorded one row differently.
     """
     ranks = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
-    parts: list[Any] = [None] * len(ranks)
+    mine: _Part | Exception
     try:
         if isinstance(trace, Exception):
             raise trace
         known = trace.replay_mask if trace.token_ids is None else trace.replay_mask | (trace.token_ids != UNKNOWN)
         rows = known.nonzero()[:, 0]
         routed = trace.gather_rows(rows)
+        mine = _Part(replica, trace.sequence_lengths, trace.num_tokens, TraceHeader.of(routed))
     except Exception as error:
-        text = str(error) if isinstance(error, RouterReplayError) else f"{type(error).__name__}: {error}"
-        dist.all_gather_object(parts, text, group=group)
-        raise
-    mine = _Part(replica, trace.sequence_lengths, trace.num_tokens, TraceHeader.of(routed))
-    dist.all_gather_object(parts, mine, group=group)
-    failed = {rank: part for rank, part in zip(ranks, parts) if isinstance(part, str)}
-    if failed:
-        first_error = next(iter(failed.values()))
-        raise TraceError(f"MRR422: cannot gather, because ranks {list(failed)} have no part: {first_error}")
+        mine = error
+    parts = raise_together(mine, _error_of_peers, group)
     if any(part.replica is None for part in parts):
         replica, parts = None, [part._replace(replica=None) for part in parts]
     lengths_of = _sample_lengths(ranks, parts)
@@ -85,10 +80,10 @@ def gather_trace(
             first = sum(sum(lengths_of[other]) for other in lengths_of if other < replica)
             lengths = tuple(length for each in sorted(lengths_of) for length in lengths_of[each])
             num_tokens = sum(lengths)
-        replica = tuple(sorted({rank for part in parts for rank in part.replica}))
+        replica = tuple(sorted({rank for part in parts for rank in part.replica or ()}))
     sent = {"rows": (rows + first).int()}
-    sent |= {name: getattr(routed, name) for name in ("topk_indices", *mine.header.per_token)}
     headers = [part.header for part in parts]
+    sent |= {name: getattr(routed, name) for name in ("topk_indices", *headers[ranks.index(dist.get_rank())].per_token)}
     joiner, device = _joiner(num_tokens, headers), collective_device(group)
     for rank, header in zip(ranks, headers):
         step = max(1, _PIECE_BYTES // header.row_bytes())
@@ -105,6 +100,10 @@ def gather_trace(
             joiner.add(f"rank {rank}", header.layer_numbers, memory.pop("rows").long(), memory)
     joined = joiner.trace()
     return (joined if lengths is None else joined.with_samples(lengths)), replica
+
+
+def _error_of_peers(ranks: list[int], text: str) -> TraceError:
+    return TraceError(f"MRR422: cannot gather, because ranks {ranks} have no part: {text}")
 
 
 def _sample_lengths(ranks: Sequence[int], parts: Sequence[_Part]) -> dict[Any, tuple[int, ...]]:

@@ -5,7 +5,7 @@
     _routing_state, _on_routed    before and after a call of a router in a forward; a recompute reads its tape instead
     finish                        the session's end: this rank's numbers, judged over the group
 
-What differs between `record` and `replay` is a `Strategy`.
+`record` and `replay` are its two classes.
 """
 
 from __future__ import annotations
@@ -29,74 +29,35 @@ from megatron_router_replay.mcore.batches.row_inputs import RowInputs
 from megatron_router_replay.mcore.core import hooks, tape
 from megatron_router_replay.mcore.core.call import RouterCounts, RoutingCall, TopKRequest
 from megatron_router_replay.mcore.core.streams import to_host
+from megatron_router_replay.mcore.judge.agreement import Agreement
+from megatron_router_replay.mcore.judge.group_check import GroupCheck, GroupResult, RankSummary
+from megatron_router_replay.mcore.judge.report import SessionReport
 from megatron_router_replay.mcore.model.find import FoundRouter, wrappers
-from megatron_router_replay.mcore.sessions.agreement import Agreement
-from megatron_router_replay.mcore.sessions.group_check import GroupCheck, GroupResult, RankSummary
-from megatron_router_replay.mcore.sessions.report import SessionReport
 from megatron_router_replay.mcore.sessions.routers import SessionRouters
 
 
-class Strategy(ABC):
-    """Turn rows into micro-batches, and calls of routers into experts; `record` and `replay` differ in it.
-
-    Attributes:
-        kind: of the session.
-        agreement: of the live router with replayed routes; None: they are not compared.
-    """
-
-    kind: str
-    agreement: Agreement | None = None
-
-    @abstractmethod
-    def check(self, chunk: Chunk, inputs: RowInputs) -> None:
-        """Check rows that were given by hand, and count them."""
-
-    @abstractmethod
-    def find(self, chunk: Chunk, inputs: ForwardInputs) -> RowInputs | None:
-        """Return the rows of a forward's tokens; None: they must be given by hand."""
-
-    @abstractmethod
-    def make_microbatch(self, chunk: Chunk, inputs: RowInputs) -> Microbatch:
-        """Return the micro-batch of these rows."""
-
-    def experts(self, call: RoutingCall, request: TopKRequest) -> Tensor | None:
-        """Return the experts of a call, see `RoutingSource._experts`; None: the router chooses."""
-        return None
-
-    def keep(self, chunk: Chunk, microbatch: Microbatch) -> None:  # noqa: B027  # a trace is kept already
-        """Keep a micro-batch, after its forward returned."""
-
-    def read(self) -> None:  # noqa: B027
-        """Wait for copies to the host."""
-
-    @abstractmethod
-    def summary(self) -> dict[str, Any]:
-        """Return fields of this rank's `RankSummary`."""
-
-
-class Microbatches:
+class Microbatches(ABC):
     """The micro-batches of a session; the hooks call it as the source of its routers' experts.
 
     Args:
         routers: of the session.
         chunks: those that take micro-batches, see `make_chunks`.
-        strategy: of `record` or `replay`.
         group_check: of the ranks that are judged together.
 
     Attributes:
+        kind: of the session.
+        agreement: of the live router with replayed routes; None: they are not compared.
         num_pauses: blocks of `paused` that are open; while there are any, forwards run live.
         result: of the group, once the session is closed in order.
     """
 
+    kind: str
+    agreement: Agreement | None = None
     _takes_microbatches = True
     had_inner = False  # and never has: only a freeze may surround a session
 
-    def __init__(
-        self, routers: SessionRouters, chunks: list[Chunk], strategy: Strategy, group_check: GroupCheck
-    ) -> None:
-        self.kind = strategy.kind
-        self.chunks, self.strategy, self.group_check = chunks, strategy, group_check
-        self._experts = strategy.experts  # itself, because every call of every router would pay for a method around it
+    def __init__(self, routers: SessionRouters, chunks: list[Chunk], group_check: GroupCheck) -> None:
+        self.chunks, self.group_check = chunks, group_check
         self.num_pauses = 0
         self.result: GroupResult | None = None
         self._states, self._modules, self._rank = routers.states, routers.modules, routers.rank
@@ -106,6 +67,34 @@ class Microbatches:
         self._unregistered_forwards = 0  # when the session began
         self._stage = chunks[0].stage if chunks else None
 
+    # ---- what `record` and `replay` differ in
+    @abstractmethod
+    def check_rows(self, chunk: Chunk, inputs: RowInputs) -> None:
+        """Check rows that were given by hand, and count them."""
+
+    @abstractmethod
+    def find_rows(self, chunk: Chunk, inputs: ForwardInputs) -> RowInputs | None:
+        """Return the rows of a forward's tokens; None: they must be given by hand."""
+
+    @abstractmethod
+    def make_microbatch(self, chunk: Chunk, inputs: RowInputs) -> Microbatch:
+        """Return the micro-batch of these rows."""
+
+    @abstractmethod
+    def _experts(self, call: RoutingCall, request: TopKRequest) -> Tensor | None:
+        """Return the experts of a call, see `ExpertSource`; None: the router chooses."""
+
+    @abstractmethod
+    def summary(self) -> dict[str, Any]:
+        """Return fields of this rank's `RankSummary`."""
+
+    def keep(self, chunk: Chunk, microbatch: Microbatch) -> None:  # noqa: B027  # a trace is kept already
+        """Keep a micro-batch, after its forward returned."""
+
+    def wait_for_copies(self) -> None:  # noqa: B027
+        """Wait for copies to the host."""
+
+    # ---- the session
     def begin(self, session: Any) -> None:
         """Wrap the forwards of the chunks."""
         # A session that was dropped lasts until `close_sessions`, which finds it by the source.
@@ -136,11 +125,11 @@ class Microbatches:
         inputs = RowInputs.checked(rows, token_ids=token_ids, padding=padding)
         if chunk is not None:
             chunk.check_none_given()  # before rows that are refused count
-            self.strategy.check(chunk, inputs)
+            self.check_rows(chunk, inputs)
             self._give(chunk, inputs, is_by_hand=True)
 
     def _give(self, chunk: Chunk, inputs: RowInputs, *, is_by_hand: bool) -> None:
-        microbatch = self.strategy.make_microbatch(chunk, inputs)
+        microbatch = self.make_microbatch(chunk, inputs)
         microbatch.is_by_hand = is_by_hand
         if self._stage is not None:
             # Those that number themselves have tokens on every stage.
@@ -155,7 +144,7 @@ class Microbatches:
     def look_up_rows(self, chunk: Chunk, inputs: ForwardInputs) -> None:
         """Find the rows of a forward's tokens, unless rows were given by hand."""
         given = chunk.given
-        if (given is None or not given.is_by_hand) and (found := self.strategy.find(chunk, inputs)) is not None:
+        if (given is None or not given.is_by_hand) and (found := self.find_rows(chunk, inputs)) is not None:
             self._give(chunk, found, is_by_hand=False)
 
     def on_forward(self, chunk: Chunk, inputs: ForwardInputs) -> None:
@@ -249,7 +238,7 @@ class Microbatches:
 
     def on_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
         """Count a micro-batch that every router has routed, after its forward returned."""
-        self.strategy.keep(chunk, microbatch)  # first, because what finds no memory to be kept is not counted
+        self.keep(chunk, microbatch)  # first, because what finds no memory to be kept is not counted
         chunk.counts.add(microbatches=1, **microbatch.counts)
 
     # ---- the end
@@ -262,7 +251,7 @@ class Microbatches:
         first = min(at.values(), default=None)
         # Later chunks of a virtual pipeline have the same rows.
         chunks = [chunk for chunk in self.chunks if at[chunk.index] == first]
-        agreement = self.strategy.agreement
+        agreement = self.agreement
         return replace(
             report,
             counted_at=first,
@@ -295,7 +284,7 @@ class Microbatches:
             chunks=len(self.chunks),
             stage=None if self._stage is None else [*self._stage, [chunk.digest for chunk in self.chunks]],
             **_row_counts(self.chunks),
-            **self.strategy.summary(),
+            **self.summary(),
         )
         try:
             # Also where this rank is at fault, because all ranks wait for its numbers.

@@ -18,11 +18,12 @@ from megatron_router_replay.mcore.batches.lookup import number_tokens
 from megatron_router_replay.mcore.batches.microbatch import Microbatch
 from megatron_router_replay.mcore.batches.row_inputs import RowInputs, check_padding, check_range
 from megatron_router_replay.mcore.batches.segments import Partition
+from megatron_router_replay.mcore.core.call import RoutingCall, TopKRequest
 from megatron_router_replay.mcore.core.streams import current_stream
+from megatron_router_replay.mcore.judge.group_check import GroupCheck
 from megatron_router_replay.mcore.model.find import Models, unwrap
 from megatron_router_replay.mcore.sessions.gathering import Replica, gather_trace
-from megatron_router_replay.mcore.sessions.group_check import GroupCheck
-from megatron_router_replay.mcore.sessions.microbatches import Microbatches, Strategy, make_chunks
+from megatron_router_replay.mcore.sessions.microbatches import Microbatches, make_chunks
 from megatron_router_replay.mcore.sessions.routers import SessionRouters
 from megatron_router_replay.mcore.sessions.session import Session, open_session
 from megatron_router_replay.trace import RoutingTrace
@@ -53,26 +54,29 @@ class _Recorded(NamedTuple):
         return 0 if self.lengths is None else int(self.lengths.sum())
 
 
-class RecordedRoutes(Strategy):
-    """The experts of a session's forwards, on their way to a trace: the strategy of `record`.
+class RecordedRoutes(Microbatches):
+    """The experts of a session's forwards, on their way to a trace.
 
     Args:
         routers: of the session.
-        chunks: those that take micro-batches.
+        chunks, group_check: see `Microbatches`.
         reader: of the forwards' tokens.
     """
 
     kind = "record"
 
-    def __init__(self, routers: SessionRouters, chunks: list[Chunk], reader: TokenReader) -> None:
+    def __init__(
+        self, routers: SessionRouters, chunks: list[Chunk], group_check: GroupCheck, reader: TokenReader
+    ) -> None:
+        super().__init__(routers, chunks, group_check)
         self.numbers_itself = False  # by the tokens of the forwards, without rows by hand
-        self._routers, self._chunks, self._reader = routers, chunks, reader
+        self._reader = reader
         self._recorded: dict[int, list[_Recorded]] = {chunk.index: [] for chunk in chunks}
         self._highest: list[int] = []  # row of each micro-batch that was given by hand
         self._copied: dict[Any, torch.cuda.Event] = {}  # stream -> the event after which its copies are on the host
 
     # ---- rows of a forward
-    def check(self, chunk: Chunk, inputs: RowInputs) -> None:
+    def check_rows(self, chunk: Chunk, inputs: RowInputs) -> None:
         """Check rows that were given by hand: rows of the whole batch."""
         if self.numbers_itself:
             raise LayoutError(
@@ -85,7 +89,7 @@ class RecordedRoutes(Strategy):
             # Of the whole batch: this rank may route a part of it. Last, because rows that were refused lengthen no trace.
             self._highest.append(inputs.highest)
 
-    def find(self, chunk: Chunk, inputs: ForwardInputs) -> RowInputs | None:
+    def find_rows(self, chunk: Chunk, inputs: ForwardInputs) -> RowInputs | None:
         """Return the tokens of a forward, numbered from 0 in the order of its samples; None: rows are given by hand."""
         if self.has_rows_by_hand:
             return None  # the chunk raises, because rows are missing
@@ -112,6 +116,9 @@ class RecordedRoutes(Strategy):
         )
 
     # ---- one forward
+    def _experts(self, call: RoutingCall, request: TopKRequest) -> None:
+        """Let the router choose."""
+
     def keep(self, chunk: Chunk, microbatch: Microbatch) -> None:
         """Keep rows, experts and tokens of a forward that returned; experts are copied to the host without a wait."""
         assert microbatch.rows is not None, "a recorded micro-batch has them"
@@ -122,14 +129,14 @@ class RecordedRoutes(Strategy):
         self._recorded[chunk.index].append(_Recorded(microbatch.rows, routes, tokens, microbatch.lengths))
 
     def _to_host(self, values: Tensor) -> Tensor:
-        """Copy values into page-locked memory without device synchronization; `read` waits for them."""
+        """Copy values into page-locked memory without device synchronization; `wait_for_copies` waits for them."""
         if (stream := current_stream(values.device)) is None:
             return values
         copied = values.to("cpu", non_blocking=True)
         self._copied[stream] = stream.record_event()
         return copied
 
-    def read(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait for the copies."""
         for copied in self._copied.values():
             if not copied.query():  # type: ignore[no-untyped-call]  # counts were read after it, where one stream did all
@@ -173,7 +180,7 @@ class RecordedRoutes(Strategy):
 
     def trace(self, length: int, sample_lengths: list[int] | None) -> RoutingTrace:
         """Return the recorded rows of this rank as a trace of this many rows; see `RecordSession.trace`."""
-        parts = [self._part(chunk) for chunk in self._chunks]
+        parts = [self._part(chunk) for chunk in self.chunks]
         highest = max((int(rows.max()) for rows, _ in parts if rows.numel()), default=-1)
         if length <= highest:
             raise TraceError(
@@ -186,7 +193,7 @@ class RecordedRoutes(Strategy):
                 raise TraceError(
                     f"MRR422: row {row} was routed in some of this rank's chunks only: run every chunk, then read."
                 )
-        numbers = [found.layer_number for chunk in self._chunks for found in chunk.replayed_routers]
+        numbers = [found.layer_number for chunk in self.chunks for found in chunk.replayed_routers]
         indices = torch.cat([self._empty(length, 0), *(part for part, _ in placed)], dim=1)
         return RoutingTrace(
             topk_indices=indices[:, sorted(range(len(numbers)), key=numbers.__getitem__)],
@@ -200,9 +207,9 @@ class RecordedRoutes(Strategy):
     @property
     def _sizes(self) -> tuple[int, int]:
         """(num_experts, topk) of the model."""
-        for state in self._routers.states.values():
+        for state in self._states.values():
             return int(state.found.router.num_experts), int(state.found.router.topk)
-        config: Any = unwrap(self._routers.modules[0]).config  # of a stage without MoE layers
+        config: Any = unwrap(self._modules[0]).config  # of a stage without MoE layers
         return int(config.num_moe_experts), int(config.moe_router_topk)
 
     def _empty(self, length: int, num_layers: int) -> Tensor:
@@ -248,10 +255,8 @@ class RecordedRoutes(Strategy):
 class RecordSession(Session):
     """A session that records: `trace` and `gather` are all that it adds to a session. See `record`."""
 
-    _microbatches: Microbatches
-
-    def __init__(self, routers: SessionRouters, microbatches: Microbatches, recorded: RecordedRoutes) -> None:
-        super().__init__(recorded.kind, routers, microbatches)
+    def __init__(self, routers: SessionRouters, recorded: RecordedRoutes) -> None:
+        super().__init__(recorded.kind, routers, recorded)
         self._recorded = recorded
 
     def trace(self, *, num_tokens: int | None = None) -> RoutingTrace:
@@ -281,7 +286,7 @@ class RecordSession(Session):
             num_tokens = self._agreed_length() if sample_lengths is None else sum(sample_lengths)
         return self._recorded.trace(num_tokens, sample_lengths)
 
-    def gather(self, *groups: dist.ProcessGroup | None, num_tokens: int | None = None) -> RoutingTrace:
+    def gather(self, *groups: dist.ProcessGroup | None) -> RoutingTrace:
         """Return all rows and layers of the recording, on every rank of these groups.
 
         A collective: every rank of each group calls it, in this order of groups. It is needed wherever a trace is replayed
@@ -291,7 +296,6 @@ class RecordSession(Session):
 
         Args:
             groups: for example the tensor-, context-, pipeline- and data-parallel groups; none given: all ranks of the job.
-            num_tokens: as for `trace`.
 
         Raises:
             TraceError: as `trace`; or two ranks recorded the same row with different experts, or other samples of one
@@ -300,7 +304,7 @@ class RecordSession(Session):
         replica: Replica = None if self._recorded.has_rows_by_hand else (_data_parallel_rank(),)
         trace: RoutingTrace | Exception
         try:
-            trace = self.trace(num_tokens=num_tokens)
+            trace = self.trace()
         except Exception as error:  # also one that finds no memory
             trace = error
         for group in groups or (None,) if dist.is_initialized() else ():
@@ -313,12 +317,12 @@ class RecordSession(Session):
         return trace
 
     def _agreed_length(self) -> int:
-        if self._microbatches.result is not None:
-            return self._microbatches.result.num_rows
-        if len(self._microbatches.group_check.ranks) > 1:
+        if self._recorded.result is not None:
+            return self._recorded.result.num_rows
+        if len(self._recorded.group_check.ranks) > 1:
             raise ReplayStateError(
                 "MRR422: the ranks agree on the recording's number of rows when the session is left: leave it before "
-                "trace() or gather(), or pass num_tokens."
+                "trace() or gather(), or pass num_tokens to trace()."
             )
         return self._recorded.num_rows
 
@@ -349,7 +353,6 @@ def record(
     *,
     padding_token_ids: Sequence[int] | None = None,
     cp_partition_mode: Partition | None = None,
-    verify: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> RecordSession:
     """Record which experts the model uses; `recording.trace()` returns them.
@@ -366,7 +369,6 @@ def record(
             own first or last one. Rows of a batch need it, unless the forward gets `padding_mask`; so do packed sequences
             that end in equal tokens, unless it gets unpadded `cu_seqlens_q`.
         cp_partition_mode: as for `replay`.
-        verify: compare every routing map that a token dispatcher gets with the recorded experts.
         group: the ranks that agree on the number of rows when the session ends; all of them must have such a session.
             None: every rank of the job. The others do not wait for a rank that raised inside its block.
 
@@ -377,11 +379,10 @@ def record(
     """
 
     def make(group_check: GroupCheck) -> RecordSession:
-        routers = SessionRouters(model_chunks, verify=verify)
+        routers = SessionRouters(model_chunks)
         chunks = make_chunks(routers, "rows, so which tokens it recorded is not known")
         reader = TokenReader(padding_token_ids=padding_token_ids, cp_partition_mode=cp_partition_mode)
-        recorded = RecordedRoutes(routers, chunks, reader)
-        return RecordSession(routers, Microbatches(routers, chunks, recorded, group_check), recorded)
+        return RecordSession(routers, RecordedRoutes(routers, chunks, group_check, reader))
 
     return open_session(make, group)
 

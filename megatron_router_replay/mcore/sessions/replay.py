@@ -21,14 +21,13 @@ from megatron_router_replay.mcore.batches.microbatch import Microbatch
 from megatron_router_replay.mcore.batches.row_inputs import RowInputs, check_padding, check_range
 from megatron_router_replay.mcore.batches.segments import Partition
 from megatron_router_replay.mcore.batches.upload import KeptLayer, LayerRoutes, take_rows
-from megatron_router_replay.mcore.core.balance import Balance
 from megatron_router_replay.mcore.core.call import RoutingCall, TopKRequest
 from megatron_router_replay.mcore.core.streams import to_host
+from megatron_router_replay.mcore.judge.agreement import ALL, Agreement
+from megatron_router_replay.mcore.judge.group_check import GroupCheck
 from megatron_router_replay.mcore.model.find import Models
 from megatron_router_replay.mcore.model.layers import check_trace_layers
-from megatron_router_replay.mcore.sessions.agreement import ALL, Agreement
-from megatron_router_replay.mcore.sessions.group_check import GroupCheck
-from megatron_router_replay.mcore.sessions.microbatches import Microbatches, Strategy, make_chunks, names_again
+from megatron_router_replay.mcore.sessions.microbatches import Microbatches, make_chunks, names_again
 from megatron_router_replay.mcore.sessions.routers import RouterState, SessionRouters
 from megatron_router_replay.mcore.sessions.session import Session, open_session
 from megatron_router_replay.trace import RoutingTrace
@@ -36,14 +35,14 @@ from megatron_router_replay.trace import RoutingTrace
 WrongRoutes = Literal["raise", "warn"]
 
 
-class TraceRoutes(Strategy):
-    """The routes of a trace, as the micro-batches of a session replay them: the strategy of `replay`.
+class TraceRoutes(Microbatches):
+    """The routes of a trace, and the micro-batches of a session that replay them.
 
     Args:
         routers: of the session.
-        chunks: those that take micro-batches.
+        chunks, group_check: see `Microbatches`.
         trace: of the session.
-        balance, min_replayed, min_agreement, wrong_routes: see `replay`.
+        min_replayed, min_agreement, wrong_routes: see `replay`.
         ask_every_layer, padding_token_ids, cp_partition_mode: see `replay`.
 
     Raises:
@@ -56,9 +55,9 @@ class TraceRoutes(Strategy):
         self,
         routers: SessionRouters,
         chunks: list[Chunk],
+        group_check: GroupCheck,
         trace: RoutingTrace,
         *,
-        balance: Balance,
         min_replayed: float | None,
         min_agreement: float,
         wrong_routes: WrongRoutes,
@@ -66,9 +65,10 @@ class TraceRoutes(Strategy):
         padding_token_ids: Sequence[int] | None,
         cp_partition_mode: Partition | None,
     ) -> None:
-        self._trace, self._states = trace, routers.states
+        super().__init__(routers, chunks, group_check)
+        self._trace = trace
         self._min_replayed = min_replayed
-        self._options = [balance, min_replayed, min_agreement, wrong_routes]
+        self._options = [min_replayed, min_agreement, wrong_routes]
         # Sizes before layers: for a trace of another model, the error names the reason and not a missing layer.
         for state in routers.states.values():
             if state.chunk is not None:
@@ -97,13 +97,13 @@ class TraceRoutes(Strategy):
             )
 
     # ---- rows into the trace
-    def find(self, chunk: Chunk, inputs: ForwardInputs) -> RowInputs | None:
+    def find_rows(self, chunk: Chunk, inputs: ForwardInputs) -> RowInputs | None:
         """Return the rows of a forward's tokens; None: the trace has no tokens to find them by."""
         if self._lookup is None:
             return None
         return self._lookup.find(chunk.module, inputs, f"{chunk.where}, micro-batch {chunk.num_begun}")
 
-    def check(self, chunk: Chunk, inputs: RowInputs) -> None:
+    def check_rows(self, chunk: Chunk, inputs: RowInputs) -> None:
         """Check rows that were given by hand, and count those that are repeated."""
         check_padding(inputs)
         check_range(inputs, self._trace.num_tokens)
@@ -204,7 +204,7 @@ class TraceRoutes(Strategy):
         return tokens
 
     # ---- calls of routers
-    def experts(self, call: RoutingCall, request: TopKRequest) -> Tensor | None:
+    def _experts(self, call: RoutingCall, request: TopKRequest) -> Tensor | None:
         """Return the micro-batch's routes, and the router's own experts in rows without a route."""
         microbatch: Microbatch | None = call.microbatch
         if microbatch is None:  # paused, or a multi-token-prediction layer
@@ -243,9 +243,8 @@ class TraceRoutes(Strategy):
 @with_checked_options
 def replay(
     model_chunks: Models,
-    trace: RoutingTrace | str | os.PathLike[str] | None = None,
+    trace: RoutingTrace | str | os.PathLike[str],
     *,
-    enabled: bool = True,
     padding_token_ids: Sequence[int] | None = None,
     cp_partition_mode: Partition | None = None,
     verify: bool = False,
@@ -254,7 +253,6 @@ def replay(
     wrong_routes: WrongRoutes = "raise",
     ask_every_layer: bool = False,
     group: dist.ProcessGroup | None = None,
-    balance: Balance = "megatron",
 ) -> Session:
     """Make the model use given experts, in every forward and recompute.
 
@@ -268,14 +266,12 @@ def replay(
         model_chunks: the model or all of its chunks on this rank.
         trace: routes for at least every MoE layer of these chunks, or the path of a file that `save_trace` wrote. The live
             router decides rows without a route, and multi-token-prediction layers, whose recomputes use their forward's
-            experts. None: only with enabled=False.
-        enabled: False: register nothing and drop rows that are given, for a pass of a trainer that must not replay. Inside a
-            session of the same model, which would go on to decide, that raises: use its `paused()`.
+            experts.
         padding_token_ids: the tokens of padding, `[tokenizer.pad_token_id]`. Needed where batches are padded, unless the
             forward gets `padding_mask` or unpadded `cu_seqlens_q`; without any of them, a forward that shows padding raises.
         cp_partition_mode: "zigzag" or "contiguous", how context-parallel ranks share the sequences of a forward; a packed
             row is one contiguous stream. None: packed_seq_params.cp_partition_mode, else zigzag.
-        verify: compare every routing map that a token dispatcher gets with the decided experts; a difference raises.
+        verify: compare every routing map that leaves a router with the decided experts; a difference raises.
         min_replayed: the least share of tokens (without padding) that must have been replayed, over all ranks of the
             group together; a smaller share raises on every rank when the session ends. None: at least one token must be
             replayed. 0: a session also ends in order if nothing ran, or if all tokens are padding; it still raises if no
@@ -288,9 +284,6 @@ def replay(
         ask_every_layer: take the live top-k of all layers in every micro-batch.
         group: the ranks that are checked together when the session ends; all of them must have such a session. None: every
             rank of the job. The others do not wait for a rank that raised inside its block.
-        balance: "megatron": Megatron-Core balances as it does without a session: its expert bias counts the experts that
-            were used, its auxiliary losses those of the live scores. "off": the session's forwards and recomputes count in
-            no expert bias and have no auxiliary loss, for a recipe that freezes both, or for routes of older weights.
 
     Raises:
         UnsupportedRouterError: a router cannot be replayed exactly; names the config field.
@@ -300,22 +293,19 @@ def replay(
     """
 
     shares = {"min_replayed": min_replayed, "min_agreement": min_agreement}
-    if not enabled:
-        _check_shares(shares)
-        return Session(TraceRoutes.kind, SessionRouters(model_chunks, balance=balance, enabled=False), None)._start()
 
     def make(group_check: GroupCheck) -> Session:
         _check_shares(shares)
         if wrong_routes not in get_args(WrongRoutes):
             raise TraceError(f"MRR101: wrong_routes={wrong_routes!r} must be 'raise' or 'warn'.")
         loaded = _loaded(trace, model_chunks)
-        routers = SessionRouters(model_chunks, verify=verify, balance=balance)
+        routers = SessionRouters(model_chunks, verify=verify)
         chunks = make_chunks(routers, f"routes{_why_not_found(loaded)}")
         routes = TraceRoutes(
             routers,
             chunks,
+            group_check,
             loaded,
-            balance=balance,
             min_replayed=min_replayed,
             min_agreement=min_agreement,
             wrong_routes=wrong_routes,
@@ -323,7 +313,7 @@ def replay(
             padding_token_ids=padding_token_ids,
             cp_partition_mode=cp_partition_mode,
         )
-        return Session(routes.kind, routers, Microbatches(routers, chunks, routes, group_check))
+        return Session(routes.kind, routers, routes)
 
     return open_session(make, group)
 

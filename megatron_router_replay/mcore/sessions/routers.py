@@ -7,12 +7,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_router_replay.errors import ReplayStateError, TraceError, UnsupportedRouterError, listed
+from megatron_router_replay.errors import ReplayStateError, TraceError, UnsupportedRouterError
 from megatron_router_replay.mcore.batches.chunk import Chunk
-from megatron_router_replay.mcore.core import balance as balancing
 from megatron_router_replay.mcore.core import dispatch, hooks
-from megatron_router_replay.mcore.core.balance import Balance, check_balance, check_can_be_off
 from megatron_router_replay.mcore.core.call import RouterCounts, RoutingSource
+from megatron_router_replay.mcore.judge.report import Decisions, SessionReport
 from megatron_router_replay.mcore.model.find import (
     FoundRouter,
     Models,
@@ -25,7 +24,6 @@ from megatron_router_replay.mcore.model.find import (
 )
 from megatron_router_replay.mcore.model.support import check_supported, is_hashed, takes_topk_again
 from megatron_router_replay.mcore.model.upstream import check_version
-from megatron_router_replay.mcore.sessions.report import Decisions, SessionReport
 from megatron_router_replay.trace.ids import index_dtype
 
 
@@ -55,8 +53,6 @@ class SessionRouters:
         model_chunks: as given by the user.
         verify: see `replay`.
         flips: count the decisions that the live router would have flipped in a recompute.
-        balance: see `replay`.
-        enabled: False: find no router.
 
     Attributes:
         modules: the chunks as the user gave them, with their wrappers.
@@ -74,8 +70,6 @@ class SessionRouters:
         *,
         verify: bool = False,
         flips: bool = False,
-        balance: Balance = "megatron",
-        enabled: bool = True,
     ) -> None:
         if not isinstance(verify, bool):
             raise TraceError(
@@ -83,18 +77,13 @@ class SessionRouters:
             )
         self.modules = as_chunks(model_chunks)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.walks: list[Walk] = []
-        found: list[list[FoundRouter]] = []
-        if enabled:
-            check_version()
-            self.walks = list(map(walk, self.modules))
-            found = [find_routers(module, walked) for module, walked in zip(self.modules, self.walks)]
-            check_has_experts(self.modules, found)
-            check_whole_pipeline(self.modules)
-        # Maps that leave the hook of a Megatron-Core that was never read are always verified.
-        verify_routing = check_supported([router for routers in found for router in routers])
-        check_balance(balance)
-        self._is_off = balance == "off"
+        check_version()
+        self.walks: list[Walk] = list(map(walk, self.modules))
+        found = [find_routers(module, walked) for module, walked in zip(self.modules, self.walks)]
+        check_has_experts(self.modules, found)
+        check_whole_pipeline(self.modules)
+        # Maps of a Megatron-Core that was never read are always verified.
+        verify = check_supported([router for routers in found for router in routers]) or verify
         self.found = [[each for each in routers if not is_hashed(each.router)] for routers in found]
         self.states: dict[Any, RouterState] = {}
         for index, routers in enumerate(self.found):
@@ -105,14 +94,12 @@ class SessionRouters:
                 counter = RouterCounts(
                     flips=flips,
                     verify=verify,
-                    verify_routing=not each.dispatchers if verify else verify_routing,
                     topk_again=takes_topk_again(getattr(each.router, "config", None)),
-                    balance_off=self._is_off,
                     dtype=index_dtype(each.router.num_experts),
                 )
                 self.states[each.router] = RouterState(each, counter, index)
-        self._verifies = verify or verify_routing
-        if self._verifies:
+        self._verifies = verify
+        if verify:
             self._check_verifiable()
 
     def _check_verifiable(self) -> None:
@@ -145,9 +132,6 @@ class SessionRouters:
                         "surround record or replay."
                     )
             hooks.check_not_driven(router)
-            if self._is_off:
-                balancing.install()
-                check_can_be_off(router)
         for router, state in self.states.items():
             for outer in hooks.sources_of(router):
                 outer.had_inner = True
@@ -158,17 +142,6 @@ class SessionRouters:
         for router in self.states:
             hooks.unregister(router, source)
 
-    def check_not_nested(self) -> None:
-        """Raise ReplayStateError if a session decides for these modules, which one that is disabled would not pause."""
-        if not dispatch.held_routers:
-            return  # without any session, a disabled one visits no module
-        for router in (each for module in self.modules for each in module.modules()):
-            if outer := next((each for each in hooks.sources_of(router) if each._takes_microbatches), None):
-                raise ReplayStateError(
-                    f"MRR404: replay(enabled=False) inside a {outer.kind} session of the same model, which would still "
-                    "decide for its forwards: run them inside `with session.paused():`."
-                )
-
     # ---- the end
     def problems(self) -> list[str]:
         """Return the faults of hooks and model, while the routers are registered."""
@@ -177,8 +150,6 @@ class SessionRouters:
             hooks.check_installed()
         except ReplayStateError as error:
             problems.append(str(error))
-        if self._is_off and (replaced := balancing.replaced()):
-            problems.append(f"MRR415: {listed(replaced)} was replaced, so balance='off' did not reach every call")
         for module in self.modules:
             problems += filter(None, map(self._why_not_reached, find_routers(module)))
         return problems
@@ -199,12 +170,6 @@ class SessionRouters:
     def problems_in_counts(self, decisions: Decisions) -> list[str]:
         """Return the faults that the counts show, once they are read."""
         problems, states = [], self.states.values()
-        # A layer of a user's own may call no dispatcher, so that nothing compared its maps.
-        routed = [each for each in states if each.counter.forwards and each.counter.verify_entering]
-        if unverified := sorted(each.found.layer_number for each in routed if not each.counter["maps"]):
-            problems.append(
-                f"rank {self.rank}: nothing was verified in layers {listed(unverified)}, whose token dispatchers got nothing"
-            )
         if wrong := decisions.get("wrong"):
             problems.append(
                 f"rank {self.rank}: {wrong} of {decisions['verified']} decisions left their router "

@@ -21,10 +21,10 @@ from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.mcore.core import hooks
 from megatron_router_replay.mcore.core.call import RoutingSource
 from megatron_router_replay.mcore.core.counts import Counts
+from megatron_router_replay.mcore.judge.group_check import GroupCheck
+from megatron_router_replay.mcore.judge.report import SessionReport, log_ended
 from megatron_router_replay.mcore.model.find import Models, as_chunks, find_routers
-from megatron_router_replay.mcore.sessions.group_check import GroupCheck
 from megatron_router_replay.mcore.sessions.microbatches import Microbatches
-from megatron_router_replay.mcore.sessions.report import SessionReport, log_ended
 from megatron_router_replay.mcore.sessions.routers import SessionRouters
 
 _LOG = logging.getLogger(__name__)
@@ -41,10 +41,10 @@ class Session:
     Args:
         kind: "replay", "record" or "freeze_recompute".
         routers: of its model.
-        source: of their experts; None: the session is disabled and does nothing.
+        source: of their experts.
     """
 
-    def __init__(self, kind: str, routers: SessionRouters, source: RoutingSource | None) -> None:
+    def __init__(self, kind: str, routers: SessionRouters, source: RoutingSource) -> None:
         self.kind = kind
         self._routers, self._source = routers, source
         self._microbatches = source if isinstance(source, Microbatches) else None  # None: forwards take none
@@ -57,9 +57,6 @@ class Session:
             ReplayStateError: a router has another session, or a RouterReplay with an action; or this session is closed.
         """
         self._check_open()
-        if self._source is None:
-            self._routers.check_not_nested()
-            return self
         try:
             self._routers.register(self._source)
             self._source.begin(self)
@@ -98,8 +95,7 @@ class Session:
             LayoutError: rows, masks or tokens do not fit each other or the trace; the model is none of the session's chunks.
             ReplayStateError: the session is closed, or takes no micro-batches; or no forward has used the rows given before.
         """
-        if (microbatches := self._open_microbatches()) is not None:
-            microbatches.give(rows, model, token_ids=token_ids, padding=padding)
+        self._open_microbatches().give(rows, model, token_ids=token_ids, padding=padding)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -108,25 +104,27 @@ class Session:
         It is for an evaluation, or for a reference pass over other tokens.
 
         Nothing of them is replayed or recorded, in any thread, and none of their rows is counted; a recompute still takes the
-        experts of its forward. `report.forwards` has them, and `verify=True` and `balance="off"` apply to them.
+        experts of its forward. `report.forwards` has them, and `verify=True` applies to them.
         Outside of the block, tokens of no sample raise.
 
         Raises:
             ReplayStateError: the session is closed, or takes no micro-batches.
         """
-        if (microbatches := self._open_microbatches()) is None:
-            yield
-            return
+        microbatches = self._open_microbatches()
         microbatches.num_pauses += 1
         try:
             yield
         finally:
             microbatches.num_pauses -= 1
 
-    def _open_microbatches(self) -> Microbatches | None:
-        """Return the micro-batches; None: the session is disabled."""
+    def _open_microbatches(self) -> Microbatches:
+        """Return the micro-batches of a session that is open.
+
+        Raises:
+            ReplayStateError: it is closed, or takes none.
+        """
         self._check_open()
-        if self._microbatches is None and self._source is not None:
+        if self._microbatches is None:
             raise ReplayStateError(f"MRR407: a {self.kind} session takes no micro-batches: just run the model.")
         return self._microbatches
 
@@ -145,7 +143,7 @@ class Session:
             counts += [chunk.counts for chunk in microbatches.chunks]
         Counts.read(counts)
         if microbatches is not None:
-            microbatches.strategy.read()  # after the counts: their wait mostly covers this one
+            microbatches.wait_for_copies()  # after the counts: their wait mostly covers this one
 
     def close(self, *, check: bool = True) -> None:
         """Check and release the routers.
@@ -165,7 +163,7 @@ class Session:
         """
         if self._closed:
             return
-        if not check or self._source is None:
+        if not check:
             self._abandon()
             return
         try:
@@ -217,9 +215,8 @@ class Session:
 
     def _release(self) -> None:
         self._closed = True
-        if self._source is not None:
-            self._routers.unregister(self._source)
-            self._source.end()
+        self._routers.unregister(self._source)
+        self._source.end()
 
     def _check_open(self) -> None:
         if self._closed:

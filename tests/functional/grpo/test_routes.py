@@ -23,7 +23,7 @@ def sharing(out, **changes):
 
 def pool_of(transport):
     if transport == "ray":
-        pytest.importorskip("ray", reason="ray is not installed: pip install 'megatron-router-replay[ray]'")
+        pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
 
 
 LAYOUTS = {"pp2": PP2, "dp2": ParallelSizes()}

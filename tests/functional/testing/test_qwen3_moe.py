@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import torch
 
@@ -58,6 +60,14 @@ def test_logits_equal_those_of_transformers(on_ranks, checkpoint_and_logits, lay
     assert results
     for logits in results:
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+
+
+def test_a_config_that_transformers_5_saved(checkpoints_dir, tmp_path):
+    config = json.loads((checkpoints_dir / "qwen3moe" / "config.json").read_text())
+    config["num_local_experts"] = config.pop("num_experts")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = qwen3_moe_config(tmp_path, ParallelSizes())
+    assert (loaded.num_moe_experts, loaded.moe_router_topk, loaded.moe_layer_freq) == (8, 2, [1, 0, 1, 1])
 
 
 def test_another_model_raises(tmp_path):

@@ -154,7 +154,7 @@ def test_send_returns_at_once_the_next_one_waits_and_seconds_reach_training(port
             time.sleep(1)
             asked.set()
             sums += [check_sum(group.receive().topk_indices) for _ in traces[1:]]
-            return sums, line, group.times.metrics("")
+            return sums, line, group.times.metrics()
 
     def roll_out() -> list[bool]:
         seen, times = [], TransportTimes("rollout")
@@ -170,9 +170,9 @@ def test_send_returns_at_once_the_next_one_waits_and_seconds_reach_training(port
     assert seen == [False, False, True]
     assert sums == [check_sum(trace.topk_indices) for trace in traces]
     assert re.search(r"^routes: training waited .*: rollout side decoding \(\d\.\d s\)$", line)
-    assert metrics["rollout_decode_s"] >= 0.4
-    assert metrics["training_wait_s"] >= 0.3
-    assert metrics["rollout_wait_s"] > 0.5, "it comes with the next batch"
+    assert metrics["router_replay/transport/rollout_decode_s"] >= 0.4
+    assert metrics["router_replay/transport/training_wait_s"] >= 0.3
+    assert metrics["router_replay/transport/rollout_wait_s"] > 0.5, "it comes with the next batch"
 
 
 @pytest.mark.parametrize("sizes", [(2, 1, 2, 2), (2, 2, 2, 3), (1, 4, 1, 2)])

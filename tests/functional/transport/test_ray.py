@@ -17,7 +17,7 @@ from tests.functional.transport.conformance import CASES, STEPS, Case, check_del
 from tests.functional.transport.processes import LAYERS, make_trace
 
 pytestmark = pytest.mark.slow
-ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'megatron-router-replay[ray]'")
+ray = pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
 
 
 class Rank:
@@ -27,7 +27,8 @@ class Rank:
         times = TransportTimes("training")
         trace = ref.get(timedelta(seconds=30), times=times)
         assert not (trace.num_tokens and trace.replay_mask.numpy().flags.owndata), "it looks into the object store"
-        self.seen = times.metrics("")["rollout_decode_s"], trace.layer_numbers, len(trace.sequence_lengths or ())
+        seconds = times.metrics()["router_replay/transport/rollout_decode_s"]
+        self.seen = seconds, trace.layer_numbers, len(trace.sequence_lengths or ())
         return tensors_of(trace)
 
     def facts(self) -> Any:

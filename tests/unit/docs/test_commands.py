@@ -45,7 +45,45 @@ def test_what_does_not_exist_is_noticed():
         with pytest.raises(AssertionError):
             globals()[f"check_{program.replace('-', '_')}"](arguments)
     with pytest.raises(AssertionError):
-        check_pip(["install", "megatron-router-replay[demos]"])
+        check_pip(["install", ".[demos]"])
+
+
+BY_NAME = re.compile(
+    r"\b(?:pip|uv|uvx|pipx|poetry|pdm|conda)\b[^\n]*\b(?:install|add|with|from)\b[^\n]*?[\s'\"=]"
+    r"megatron[-_.]router[-_.]replay(?![\w/-]|\.\w|(?:\[[^\]]*\])? *@)",
+    re.IGNORECASE,
+)
+"""A command that takes the package from an index. Nobody registered its name there, so whoever does could run anything."""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "uv add megatron-router-replay        # in the checkout",
+        "pip install 'megatron-router-replay[ray]'",
+        "python -m pip install -U megatron_router_replay==0.3.0",
+        "uv run --with megatron-router-replay python",
+    ],
+)
+def test_an_installation_by_the_bare_name_is_noticed(command):
+    assert BY_NAME.search(command)
+
+
+def test_no_file_installs_the_package_by_its_bare_name():
+    for right in (
+        "pip install '.[ray]'",
+        "uv add /shared/megatron_router_replay",
+        "uv add git+https://host/megatron_router_replay",
+        "pip install 'megatron-router-replay @ git+https://host/us.git'",
+        "uv run python -m megatron_router_replay.trainers.seams",
+    ):
+        assert BY_NAME.search(right) is None, right
+    kinds = {".md", ".py", ".toml", ".yml", ".sh", ""}
+    folders = [ROOT / name for name in ("docs", "tests", "examples", "benchmarks", "megatron_router_replay")]
+    files = [*ROOT.glob("*"), *(path for folder in folders for path in folder.rglob("*"))]
+    for path in files:
+        if path.is_file() and path.suffix in kinds and path != Path(__file__):
+            assert BY_NAME.search(path.read_text(errors="ignore")) is None, path
 
 
 def check_make(arguments):
@@ -64,7 +102,7 @@ def check_make(arguments):
 def check_pip(arguments):
     assert arguments[0] == "install"
     for argument in arguments[1:]:
-        extras = re.fullmatch(r"(?:megatron-router-replay|\.)\[([\w,]+)\]", argument)
+        extras = re.fullmatch(r"\.\[([\w,]+)\]", argument)
         if extras is not None:
             assert set(extras[1].split(",")) <= set(PROJECT["optional-dependencies"])
 

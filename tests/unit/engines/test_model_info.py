@@ -1,5 +1,6 @@
 import json
 import re
+from importlib import import_module
 
 import pytest
 import torch
@@ -42,7 +43,9 @@ def test_nemotron_h_patterns():
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        ({"model_type": "llama"}, "'llama' is not known"),
+        ({"model_type": "llama"}, r"'llama' .*ModelRoutingInfo\(num_layers=\.\.\., moe_layer_numbers=\[\.\.\.\], num_exp"),
+        (DEEPSEEK | {"model_type": "new"}, r"\(num_layers=5, moe_layer_numbers=\[\.\.\.\], num_experts=384, topk=8\)"),
+        ({"model_type": "gemma4_text", "num_hidden_layers": 2, "enable_moe_block": False}, "enable_moe_block=False: .*dense"),
         ({}, "no model_type"),
         (QWEN3, "decoder_sparse_step=None"),
         (QWEN3 | {"decoder_sparse_step": 1}, "mlp_only_layers=None"),
@@ -96,7 +99,8 @@ BUILT = [
     *((name, {}) for name in (
         "Qwen3NextConfig MixtralConfig OlmoeConfig FlexOlmoConfig PhimoeConfig GptOssConfig DeepseekV3Config "
         "GraniteMoeConfig GraniteMoeSharedConfig GraniteMoeHybridConfig MiniMaxConfig MiniMaxM2Config DeepseekV4Config "
-        "KimiLinearConfig BailingHybridConfig MiMoV2FlashConfig ExaoneMoeConfig Glm4MoeConfig Glm4MoeLiteConfig").split()),
+        "KimiLinearConfig BailingHybridConfig MiMoV2FlashConfig ExaoneMoeConfig Glm4MoeConfig Glm4MoeLiteConfig "
+        "AXK1Config BeamConfig GraniteMoeSWAConfig HYV3Config LagunaConfig MellumConfig").split()),
     ("Qwen3MoeConfig", {"mlp_only_layers": [1]}),
     ("MiniMaxM3VLTextConfig", {"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 4}),
     ("HunYuanMoEV1Config", {"num_experts": 8, "moe_topk": 2}),
@@ -107,6 +111,14 @@ BUILT = [
     ("AfmoeConfig", {"num_dense_layers": 2}),
     ("Lfm2MoeConfig", {"num_dense_layers": 2, "layer_types": ["full_attention"] * 6}),
     ("JambaConfig", {"expert_layer_period": 3, "expert_layer_offset": 1}),
+    ("Cohere2MoeConfig", {"first_k_dense_replace": 2}),
+    ("InklingTextConfig", {"dense_mlp_idx": 2}),
+    *((name, {}) for name in "Glm5NextTextConfig Dots3NoteTextConfig HYV4Config MuseSparkTextConfig".split()),
+    ("Qwen4ExpTextConfig", {"layer_types": ["linear_attention"] * 6}),
+    *((name, {"mlp_layer_types": ["dense"] + ["sparse"] * 5, "num_experts_per_tok": 2})
+      for name in ("DeepseekOcr2TextConfig", "UnlimitedOcrTextConfig")),
+    ("AriaTextConfig", {}),
+    ("Gemma4TextConfig", {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32}),
 ]  # fmt: skip
 
 
@@ -118,8 +130,9 @@ def test_moe_layers_are_those_where_transformers_builds_experts(name, changes):
     sizes = {"num_hidden_layers": 6, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
     sizes |= {"intermediate_size": 32, "head_dim": 16, "vocab_size": 256_000}
     built = getattr(transformers, name)(**(sizes | changes))
+    modeling = import_module(type(built).__module__.replace("configuration", "modeling"))
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(built)
+        model = getattr(modeling, name.replace("Config", "Model"))._from_config(built)
     layers = {kind: {layer_of(module_name) for module_name, module in model.named_modules()
                      if type(module).__name__.endswith(kind)} for kind in ("Experts", "HashRouter")}  # fmt: skip
     experts = next(module for module in model.modules() if type(module).__name__.endswith("Experts"))
@@ -127,7 +140,8 @@ def test_moe_layers_are_those_where_transformers_builds_experts(name, changes):
     # The first layers of DeepSeek-V4 route by a table of tokens.
     assert list(info.moe_layer_numbers) == sorted(layers["Experts"] - layers["HashRouter"] - {None})
     assert info.num_experts == next(experts.parameters()).shape[0]
-    assert {module.top_k for module in model.modules() if hasattr(module, "top_k")} == {info.topk}
+    if name != "Gemma4TextConfig":  # its router reads the config in each forward
+        assert {module.top_k for module in model.modules() if hasattr(module, "top_k")} == {info.topk}
 
 
 def layer_of(module_name):
@@ -157,6 +171,9 @@ def layer_of(module_name):
           "num_experts_per_tok": 6, "n_shared_experts": 1}, (4, (4,), 256, 6)),
         ({"model_type": "llama4_text", "num_hidden_layers": 4, "interleave_moe_layer_step": 2, "num_local_experts": 16,
           "num_experts_per_tok": 1}, (4, (2, 4), 16, 1)),
+        (DEEPSEEK | {"model_type": "joyai_llm_flash", "first_k_dense_replace": 1}, (5, (2, 3, 4, 5), 384, 8)),
+        ({"model_type": "inkling_mm_model", "text_config": DEEPSEEK | {"model_type": "inkling_model", "dense_mlp_idx": 2}},
+         (5, (3, 4, 5), 384, 8)),
         ({"model_type": "qwen3_omni_moe", "thinker_config": {"model_type": "x", "text_config": {
             "model_type": "qwen3_omni_moe_text", "num_hidden_layers": 2, "decoder_sparse_step": 1, "mlp_only_layers": [],
             "num_experts": 128, "num_experts_per_tok": 8}}}, (2, (1, 2), 128, 8)),

@@ -54,7 +54,6 @@ def test_sizes_that_do_not_divide_raise_and_all_others_are_split_without_loss(s,
         (lambda: split(torch.zeros(4), 2), r"must be \[b, s, ...\]"),
         (lambda: split_context_parallel(ROWS, cp_rank=2, cp_size=2), r"cp_rank=2 must lie in 0\.\.cp_size - 1"),
         (lambda: split_context_parallel(ROWS, cp_rank=-1, cp_size=2), "cp_rank=-1"),
-        (lambda: split(ROWS, 2, style="z"), "'zigzag' or"),
         # A packed row is not one sequence.
         (lambda: split(torch.zeros(1, 16), 2, cu_seqlens_padded=PACKED), "sequence 0 of 6 positions over cp_size=2"),
         (
@@ -72,11 +71,9 @@ def split(values, cp_size, **options):
     return [split_context_parallel(values, cp_rank=r, cp_size=cp_size, **options).tolist() for r in range(cp_size)]
 
 
-def test_zigzag_cuts_every_packed_sequence_and_contiguous_the_whole_row():
+def test_zigzag_cuts_every_packed_sequence():
     rows, _, bounds = pack_rows([3, 8], multiple=4)
     assert split(rows, 2, cu_seqlens_padded=bounds) == [[[0, -1, 3, 4, 9, 10]], [[1, 2, 5, 6, 7, 8]]]
-    rows, _, bounds = pack_rows([3, 5], total_multiple=2)
-    assert split(rows, 2, cu_seqlens_padded=bounds, style="contiguous") == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
 
 
 def test_a_group_of_one_keeps_the_same_tensor():
@@ -84,15 +81,15 @@ def test_a_group_of_one_keeps_the_same_tensor():
     assert split_context_parallel(rows, cp_rank=0, cp_size=1) is rows
 
 
-@given(st.integers(1, 3), st.integers(0, 40), st.integers(1, 4), st.sampled_from(["zigzag", "contiguous"]))
-def test_each_position_is_kept_by_one_rank_or_the_message_says_what_to_pad_to(b, s, cp_size, style):
+@given(st.integers(1, 3), st.integers(0, 40), st.integers(1, 4))
+def test_each_position_is_kept_by_one_rank_or_the_message_says_what_to_pad_to(b, s, cp_size):
     rows = torch.arange(b * s).view(b, s)
-    multiple = 1 if cp_size == 1 else 2 * cp_size if style == "zigzag" else cp_size
+    multiple = 1 if cp_size == 1 else 2 * cp_size
     if s % multiple:
         with pytest.raises(LayoutError, match=f"Pad each sequence to a multiple of {multiple} first"):
-            split_context_parallel(rows, cp_rank=0, cp_size=cp_size, style=style)
+            split_context_parallel(rows, cp_rank=0, cp_size=cp_size)
         return
-    parts = split(rows, cp_size, style=style)
+    parts = split(rows, cp_size)
     assert [sorted(chain.from_iterable(part[i] for part in parts)) for i in range(b)] == rows.tolist()
 
 

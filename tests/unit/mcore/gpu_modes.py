@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -140,10 +141,10 @@ def _queue_on_another_stream(session: Any, chunk: Chunk, number: int) -> None:
         session.microbatch(ROWS[number], chunk)
 
 
-def _on_the_gpu(chunk: Chunk, **options: Any) -> Any:
+def _on_the_gpu(chunk: Chunk, some_live: bool = False) -> Any:
     with _unlogged():
-        trace = TRACE.to("cuda")
-    return mrr.replay(chunk, trace, **options)
+        trace = (TRACE.without_routes(LIVE) if some_live else TRACE).to("cuda")
+    return mrr.replay(chunk, trace)
 
 
 def _queue_gpu_rows(session: Any, chunk: Chunk, number: int) -> None:
@@ -184,6 +185,7 @@ MODES: dict[str, Mode] = {
     "some live": in_session(_some_live, _queue_rows),
     "verify": in_session(lambda chunk: mrr.replay(chunk, TRACE, verify=True), _queue_rows),
     "trace on the GPU": in_session(_on_the_gpu, _queue_gpu_rows),
+    "trace on the GPU, some live": in_session(partial(_on_the_gpu, some_live=True), _queue_gpu_rows),
     "rows on the GPU": in_session(lambda chunk: mrr.replay(chunk, TRACE), _queue_all_on_the_gpu),
     "another stream": in_session(lambda chunk: mrr.replay(chunk, TRACE), _queue_on_another_stream),
     "freeze": in_session(lambda chunk: mrr.freeze_recompute(chunk), lambda *args: None),
@@ -224,7 +226,7 @@ def ask(name: str, recompute: str, options: dict[str, Any]) -> Asked:
         on_host = {key: [routing_map.cpu() for routing_map in maps] for key, maps in seen.items()}
         asked.flips = flips(on_host)
         if name not in LIVE_MODES:
-            asked.wrong = wrong_replays(on_host, TRACE.without_routes(LIVE) if name == "some live" else TRACE)
+            asked.wrong = wrong_replays(on_host, TRACE.without_routes(LIVE) if "some live" in name else TRACE)
         elif name == "record":
             asked.wrong = wrong_replays(on_host, chunk.recorded) + int(
                 (chunk.recorded.token_ids != IDS.flatten()).sum()

@@ -13,10 +13,10 @@ from megatron.core.transformer.moe.moe_utils import group_limited_topk
 import megatron_router_replay as mrr
 from megatron_router_replay import checks
 from megatron_router_replay.mcore.core.call import TopKRequest
-from megatron_router_replay.mcore.sessions import verdict
-from megatron_router_replay.mcore.sessions.agreement import Agreement, LiveAgreement
-from megatron_router_replay.mcore.sessions.blocks import EVIDENCE, ComparedRows
-from megatron_router_replay.mcore.sessions.verdict import Finding, Part, Sums
+from megatron_router_replay.mcore.judge import verdict
+from megatron_router_replay.mcore.judge.agreement import Agreement, LiveAgreement
+from megatron_router_replay.mcore.judge.blocks import EVIDENCE, ComparedRows
+from megatron_router_replay.mcore.judge.verdict import Finding, Part, Sums
 from tests.unit.mcore.tiny_chunk import ROWS, Chunk, forward, random_trace, tokens
 
 LAYERS = 4

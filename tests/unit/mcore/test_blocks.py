@@ -5,7 +5,7 @@ from math import log
 import numpy as np
 import pytest
 
-from megatron_router_replay.mcore.sessions.blocks import (
+from megatron_router_replay.mcore.judge.blocks import (
     Block,
     ComparedRows,
     evidence_of,

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_router_replay as mrr
+from megatron_router_replay import together
 from megatron_router_replay.errors import TraceError
 from megatron_router_replay.mcore.sessions import gathering
 from megatron_router_replay.trace import RoutingTrace
@@ -31,8 +32,10 @@ class Threads:
             get_rank=lambda *_: self._here.rank,
             all_gather_object=self._all_gather_object,
             broadcast=self._broadcast,
+            is_initialized=lambda: True,
         )
         monkeypatch.setattr(gathering, "dist", stand_in)
+        monkeypatch.setattr(together, "dist", stand_in)
         monkeypatch.setattr(gathering, "collective_device", lambda group: torch.device("cpu"))
 
         def one(rank):

@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 import megatron_router_replay as mrr
 from megatron_router_replay.checks import _warned
 from megatron_router_replay.mcore.core.hooks import sources_of
-from megatron_router_replay.mcore.sessions.group_check import (
+from megatron_router_replay.mcore.judge.group_check import (
     GroupCheck,
     GroupResult,
     RankSummary,
@@ -28,9 +28,9 @@ from megatron_router_replay.mcore.sessions.group_check import (
 from tests.unit.mcore.tiny_chunk import ROWS, Chunk, random_trace, tokens
 
 
-def summary(replayed=0, live=0, padding=0, *, balance="megatron", min_replayed=None, min_agreement=0, **others):
+def summary(replayed=0, live=0, padding=0, *, min_replayed=None, min_agreement=0, **others):
     rows = {"rows_replayed": replayed, "rows_live": live, "rows_padding": padding}
-    return RankSummary(chunks=1, options=[balance, min_replayed, min_agreement, "raise"], **rows, **others)
+    return RankSummary(chunks=1, options=[min_replayed, min_agreement, "raise"], **rows, **others)
 
 
 def test_the_summary_of_a_rank_is_this():
@@ -43,7 +43,7 @@ def test_the_summary_of_a_rank_is_this():
 
 N = summary
 LOST = "none of {}; the trace has no route for any of them, or all rows are -1. Were the routes lost on the way, "
-OPTIONS = "ranks replay with different balance=, min_replayed=, min_agreement= or wrong_routes="
+OPTIONS = "ranks replay with different min_replayed=, min_agreement= or wrong_routes="
 
 # Numbers of the ranks of a group, min_replayed, and the beginning of their one problem; None: they are in order.
 JUDGED = [
@@ -67,7 +67,7 @@ JUDGED = [
     *(([N(rows, 100 - rows)], rows / 100, None) for rows in (7, 28, 55, 56, 100)),
     ([N(4, 4)], 0.51, "50.0000% of 8 tokens were replayed on this rank, less than min_replayed=0.51."),
     # Ranks with different options raise first.
-    ([N(0, 8, balance="off"), N(0, 8)], None, OPTIONS),
+    ([N(0, 8, min_replayed=0.5), N(0, 8)], None, OPTIONS),
     ([N(0, 8, min_replayed=0.5), N(0, 8)], None, OPTIONS),
     ([N(0, 8, min_agreement=0.25), N(0, 8)], None, OPTIONS),
 ]
@@ -117,7 +117,7 @@ def test_an_engine_gives_no_route_to_the_last_token_where_every_row_must_have_on
 @pytest.mark.parametrize(("wrong_routes", "counts"), [("raise", (1, 0)), ("warn", (0, 1))])
 def test_wrong_routes_raise_or_warn(wrong_routes, counts):
     agreement = {"replica": 0, "layers": {}, "findings": [[72.0, "rows"]], "parts": [], "trace": "", "wrong_rows": []}
-    told = N(8, agreement=agreement)._replace(options=["megatron", None, 0.25, wrong_routes])
+    told = N(8, agreement=agreement)._replace(options=[None, 0.25, wrong_routes])
     result = GroupCheck(None).finish(told)
     assert (len(result.problems), len(result.warnings)) == counts
 

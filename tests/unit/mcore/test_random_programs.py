@@ -117,16 +117,15 @@ class Program:
     def open(self) -> None:
         kind = self.random.choice(["freeze", "record", "replay"])
         self.log.append(f"open {kind}")
-        verify = self.random.random() < 0.3
         if kind == "freeze":
-            session = mrr.freeze_recompute(self.wrapper, verify=verify, ask_every_layer=self.random.random() < 0.3)
+            session = mrr.freeze_recompute(self.wrapper, ask_every_layer=self.random.random() < 0.3)
         elif kind == "record":
-            session = mrr.record(self.wrapper, verify=verify)
+            session = mrr.record(self.wrapper)
         else:
             mask = torch.tensor([self.random.random() < 0.8 for _ in range(ROWS)])
             trace = random_trace(ROWS, seed=self.random.randrange(1 << 20), replay_mask=mask)
             given = trace if kind == "replay" else None
-            session = mrr.replay(self.wrapper, given, verify=verify, min_replayed=0)
+            session = mrr.replay(self.wrapper, given, verify=self.random.random() < 0.3, min_replayed=0)
             self.traces[session] = trace
         self.sessions.append(session)
 

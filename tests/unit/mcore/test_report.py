@@ -4,9 +4,9 @@ from dataclasses import fields, replace
 
 import pytest
 
-from megatron_router_replay.mcore.sessions.agreement import LiveAgreement
-from megatron_router_replay.mcore.sessions.report import SessionReport, _add_up
-from megatron_router_replay.mcore.sessions.verdict import Finding, Sums
+from megatron_router_replay.mcore.judge.agreement import LiveAgreement
+from megatron_router_replay.mcore.judge.report import SessionReport, _add_up
+from megatron_router_replay.mcore.judge.verdict import Finding, Sums
 
 REPLAY = SessionReport(
     kind="replay",
@@ -73,19 +73,19 @@ def test_the_text_of_a_replay_has_its_counts():
 
 
 def test_the_numbers_that_a_logger_gets_are_these_and_no_others():
-    assert CHOSEN.metrics("r/") == {
-        "r/routers": 2.0,
-        "r/microbatches": 1.0,
-        "r/tokens": 10.0,
-        "r/rows_replayed": 6.0,
-        "r/rows_live": 3.0,
-        "r/rows_padding": 1.0,
-        "r/rows_repeated": 4.0,
-        "r/segments_ambiguous": 0.0,
-        "r/forwards": 2.0,
-        "r/recomputes": 0.0,
-        "r/replayed_share": 6 / 9,
-        "r/padding_share": 0.1,
+    assert CHOSEN.metrics() == {
+        "router_replay/routers": 2.0,
+        "router_replay/microbatches": 1.0,
+        "router_replay/tokens": 10.0,
+        "router_replay/rows_replayed": 6.0,
+        "router_replay/rows_live": 3.0,
+        "router_replay/rows_padding": 1.0,
+        "router_replay/rows_repeated": 4.0,
+        "router_replay/segments_ambiguous": 0.0,
+        "router_replay/forwards": 2.0,
+        "router_replay/recomputes": 0.0,
+        "router_replay/replayed_share": 6 / 9,
+        "router_replay/padding_share": 0.1,
     }
 
 
@@ -95,7 +95,7 @@ def test_what_was_not_measured_has_no_number():
     assert (nothing.tokens, nothing.recompute_flips) == (0, None)
     recording = SessionReport(kind="record", rows_live=4)
     assert (recording.replayed_share, recording.tokens, "tokens" in str(recording)) == (None, 4, False)
-    assert "r/replayed_share" not in recording.metrics("r/")
+    assert "router_replay/replayed_share" not in recording.metrics()
     assert SessionReport(kind="replay", rows_live=3).replayed_share == 0.0, "which is not nothing measured"
     assert "flips" not in str(REPLAY)
     assert not [name for name in REPLAY.metrics() if "flip" in name]
@@ -110,12 +110,12 @@ def test_the_first_line_says_how_the_live_router_agrees_and_a_logger_gets_it():
         "(2 of 4 layers judged)"
     )
     assert str(report).splitlines()[1:] == str(REPLAY).splitlines()[1:]
-    numbers = {name: value for name, value in report.metrics("r/").items() if name not in REPLAY.metrics("r/")}
+    numbers = {name: value for name, value in report.metrics().items() if name not in REPLAY.metrics()}
     assert numbers == {
-        "r/agreement": 275 / 285,
-        "r/agreement_least_layer": 130 / 140,
-        "r/block_evidence": 7.5,
-        "r/rows_apart": 2.0,
+        "router_replay/agreement": 275 / 285,
+        "router_replay/agreement_least_layer": 130 / 140,
+        "router_replay/block_evidence": 7.5,
+        "router_replay/rows_apart": 2.0,
     }
     no_row = replace(AGREEMENT, layers={})
     assert "was compared in no row" in str(no_row)
@@ -213,7 +213,10 @@ def test_a_freeze_leaves_rows_out_and_says_that_nothing_was_frozen():
 
 
 def test_a_number_that_no_session_of_the_kind_measures_is_absent():
-    names = {kind: {*SessionReport(kind=kind).metrics("")} for kind in ("replay", "record", "freeze_recompute")}
+    names = {
+        kind: {name.removeprefix("router_replay/") for name in SessionReport(kind=kind).metrics()}
+        for kind in ("replay", "record", "freeze_recompute")
+    }
     counted = {"routers", "microbatches", "forwards", "recomputes"}
     assert names["freeze_recompute"] == counted
     assert names["record"] == counted | {"rows_live", "rows_padding", "tokens"}

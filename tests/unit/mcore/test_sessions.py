@@ -108,7 +108,7 @@ def test_a_freeze_that_nobody_keeps_holds_its_model_and_does_not_keep_it_alive()
     num_held = len(dispatch.held_routers)
     chunk = Chunk()
     chunk.around = reentrant
-    mrr.freeze_recompute(chunk, verify=True, ask_every_layer=True)
+    mrr.freeze_recompute(chunk, ask_every_layer=True)
     gc.collect()
     with watched(chunk) as seen:
         disturbed_backward(chunk, forward(chunk))
@@ -124,7 +124,7 @@ def test_a_freeze_that_nobody_keeps_holds_its_model_and_does_not_keep_it_alive()
 def test_a_session_that_is_dropped_without_close_stays_until_close_sessions():
     chunk, start = Chunk(), STARTS["replay"]
     chunk.around = reentrant
-    freeze = mrr.freeze_recompute(chunk, verify=True)
+    freeze = mrr.freeze_recompute(chunk)
     with pytest.raises(ReplayStateError, match="takes no micro-batches"):
         freeze.microbatch(ROWS)
     session = start(chunk)
@@ -151,7 +151,6 @@ def test_a_closed_session_and_its_trace_outlive_neither_a_kept_loss_nor_their_mo
     session = mrr.replay(chunk, trace)
     loss = forward(chunk, session)
     session.close()
-    mrr.replay(chunk, enabled=False)
     assert left_over(chunk) == []
     kept = [weakref.ref(session), weakref.ref(trace.topk_indices)]
     del session, trace
@@ -203,34 +202,15 @@ def test_one_of_several_ranks_cannot_tell_the_number_of_rows_while_it_records():
 # ---- evaluations inside a session, and the time of its check
 
 
-def test_a_disabled_session_leaves_the_model_as_it_is_and_drops_rows():
-    chunk = Chunk()
-    with watched(chunk) as seen:
-        chunk(tokens())
-        with mrr.freeze_recompute(chunk), mrr.replay(chunk, enabled=False) as session:
-            session.microbatch("of any kind", chunk)
-            with session.paused():
-                chunk(tokens())
-    assert all(torch.equal(*maps) for maps in seen.values())
-    assert (session.report.kind, session.report.routers, session.report.tokens) == ("replay", 0, 0)
-    assert left_over(chunk) == []
-    with pytest.raises(ReplayStateError, match="this replay session is closed"):
-        session.microbatch(ROWS)
-
-
-def test_an_evaluation_and_a_disabled_session_inside_another_name_paused():
+def test_an_evaluation_inside_a_session_names_paused():
     chunk = Chunk()
     session = mrr.replay(chunk, random_trace())
-    with pytest.raises(ReplayStateError, match=r"MRR404: replay\(enabled=False\) inside a replay .*paused\(\)"):
-        mrr.replay([chunk], enabled=False)
-    mrr.replay(Chunk(), enabled=False).close()
     with session.paused():
         chunk(tokens())
     forward(chunk, session)
     with pytest.raises(ReplayStateError, match=r"MRR406: .*reference pass runs inside `with session.paused\(\):`"):
         chunk.eval()(tokens())
     mrr.close_sessions(chunk)
-    mrr.replay(chunk, enabled=False).close()
 
 
 def test_a_replay_that_does_not_add_up_says_that_the_step_comes_after_the_block():

@@ -9,9 +9,9 @@ from torch import nn
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import UnsupportedRouterError
+from megatron_router_replay.mcore.model.explanation import Explanation, RouterSupport
 from megatron_router_replay.mcore.model.find import find_routers
 from megatron_router_replay.mcore.model.support import check_supported, refusals, refusals_of
-from megatron_router_replay.mcore.sessions.explanation import Explanation, RouterSupport
 from tests.unit.mcore.tiny_chunk import Chunk
 
 pytestmark = pytest.mark.version

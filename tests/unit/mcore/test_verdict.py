@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import megatron_router_replay as mrr
-from megatron_router_replay.mcore.sessions.blocks import EVIDENCE
-from megatron_router_replay.mcore.sessions.verdict import (
+from megatron_router_replay.mcore.judge.blocks import EVIDENCE
+from megatron_router_replay.mcore.judge.verdict import (
     ComparedLayer,
     Finding,
     Part,

@@ -8,8 +8,9 @@ import torch
 
 import megatron_router_replay as mrr
 from megatron_router_replay import checks
-from megatron_router_replay.mcore.sessions.blocks import EVIDENCE, Block
-from megatron_router_replay.mcore.sessions.wrong_rows import ComparedPlaces, cause_of, moved_by, names_of
+from megatron_router_replay.mcore.judge.blocks import EVIDENCE, Block
+from megatron_router_replay.mcore.judge.causes import cause_of, moved_by
+from megatron_router_replay.mcore.judge.places import ComparedPlaces, names_of
 from tests.unit.mcore.tiny_chunk import VOCAB, Chunk
 
 LENGTHS = [200, 300, 300]

@@ -98,10 +98,10 @@ def test_seconds_of_both_sides_are_added_also_of_a_block_that_raises_and_taken_o
     times.add({"rollout_send": 0.5})
     with pytest.raises(ValueError, match="no"), times.measure("receive"):
         raise ValueError("no")
-    metrics = times.metrics("t/")
-    assert metrics.keys() == {"t/rollout_send_s", "t/training_receive_s"}
-    assert metrics["t/rollout_send_s"] == 2.5
-    assert metrics["t/training_receive_s"] > 0
+    metrics = times.metrics()
+    assert metrics.keys() == {"router_replay/transport/rollout_send_s", "router_replay/transport/training_receive_s"}
+    assert metrics["router_replay/transport/rollout_send_s"] == 2.5
+    assert metrics["router_replay/transport/training_receive_s"] > 0
     assert times.take()["rollout_send"] == 2.5
     assert times.take() == times.metrics() == {}
 

@@ -21,8 +21,8 @@ from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.batches.microbatch import Microbatch
 from megatron_router_replay.mcore.core.call import TopKRequest
 from megatron_router_replay.mcore.core.streams import current_stream, wait_stream
-from megatron_router_replay.mcore.sessions.blocks import EVIDENCE
-from megatron_router_replay.mcore.sessions.verdict import (
+from megatron_router_replay.mcore.judge.blocks import EVIDENCE
+from megatron_router_replay.mcore.judge.verdict import (
     WARN,
     ComparedLayer,
     Finding,

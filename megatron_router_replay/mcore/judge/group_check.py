@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_router_replay.errors import ReplayStateError
-from megatron_router_replay.mcore.sessions.report import share_of
-from megatron_router_replay.mcore.sessions.verdict import judge
+from megatron_router_replay.mcore.judge.report import share_of
+from megatron_router_replay.mcore.judge.verdict import judge
 
 _LOG = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class RankSummary(NamedTuple):
         at_fault: this rank raises in any case.
         chunks: model chunks with routers that take micro-batches.
         rows_replayed, rows_live, rows_padding: as in the report.
-        options: of a replay, the same on all ranks: balance, min_replayed, min_agreement, wrong_routes; None: a recording.
+        options: of a replay, the same on all ranks: min_replayed, min_agreement, wrong_routes; None: a recording.
         num_rows: the highest row that was given to a recording, plus 1.
         agreement: see `agreement.Agreement.summary`.
         stage: (lowest of the ranks that differ in their pipeline stage alone, this rank's stage, [number of micro-batches,
@@ -192,7 +192,7 @@ def _result(summaries: Mapping[int, RankSummary | None]) -> GroupResult:
     least_replayed = None
     wrong_rows: dict[str, list[list[int]]] = {}
     if options := next((each.options for each in everyone.values() if each.options), None):
-        _, least_replayed, min_agreement, wrong_routes = options
+        least_replayed, min_agreement, wrong_routes = options
         agreements = [each.agreement for each in everyone.values() if each.agreement]
         wrong, little, wrong_rows = judge(agreements, min_agreement)
         problems = judge_replay(everyone, least_replayed)
@@ -288,9 +288,7 @@ def judge_replay(everyone: Mapping[int, RankSummary], least: float | None) -> li
     """
     ranks = list(everyone.values())
     if len({json.dumps(each.options) for each in ranks}) > 1:
-        return [
-            "ranks replay with different balance=, min_replayed=, min_agreement= or wrong_routes=: give them all the same."
-        ]
+        return ["ranks replay with different min_replayed=, min_agreement= or wrong_routes=: give them all the same."]
     where = "this rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
     replayed, live, padding = (
         sum(getattr(each, name) for each in ranks) for name in ("rows_replayed", "rows_live", "rows_padding")

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_router_replay.checks import warn
-from megatron_router_replay.mcore.sessions.agreement import LiveAgreement
-from megatron_router_replay.mcore.sessions.verdict import add_up
+from megatron_router_replay.mcore.judge.agreement import LiveAgreement
+from megatron_router_replay.mcore.judge.verdict import add_up
 from megatron_router_replay.tables import Table
 
 _LOG = logging.getLogger(__name__)
@@ -144,17 +144,17 @@ class SessionReport:
             values[name] = getattr(self, name)
         return values if agreement is None else values | agreement.to_dict()
 
-    def metrics(self, prefix: str = "router_replay/") -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return the measured numbers for a training logger.
 
-        Keys begin with `prefix`; layer n has flips/layer_n.
+        Keys begin with "router_replay/"; layer n has flips/layer_n.
         """
         numbers = {name: value for name, value in self.to_dict().items() if isinstance(value, int | float)}
         numbers = {
             name: value for name, value in numbers.items() if not name.startswith(_NOT_MEASURED.get(self.kind, ()))
         }
         by_layer = {f"flips/layer_{layer}": count for layer, count in self.flips_of_layer.items()}
-        return {prefix + name: float(value) for name, value in (numbers | by_layer).items()}
+        return {"router_replay/" + name: float(value) for name, value in (numbers | by_layer).items()}
 
     def table(self) -> Table:
         """Return the counts that `print(report)` shows, each with a remark."""

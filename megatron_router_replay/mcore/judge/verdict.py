@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from megatron_router_replay.mcore.sessions.blocks import (
+from megatron_router_replay.mcore.judge.blocks import (
     EVIDENCE,
     NUM_APART,
     ROW_EVIDENCE,
@@ -20,7 +20,8 @@ from megatron_router_replay.mcore.sessions.blocks import (
     highest_rises,
     sums_of_kinds,
 )
-from megatron_router_replay.mcore.sessions.wrong_rows import ComparedPlaces, cause_of, moved_by
+from megatron_router_replay.mcore.judge.causes import cause_of, moved_by
+from megatron_router_replay.mcore.judge.places import ComparedPlaces
 from megatron_router_replay.trace import RoutingTrace
 
 LEAST_DECISIONS, LEAST_TO_WARN = 128.0, 64.0
