@@ -158,8 +158,8 @@ class Microbatches(ABC):
                     self._compare_tokens(chunk, microbatch, inputs.input_ids)
                 elif microbatch.must_compare:
                     raise LayoutError(
-                        f"{names_again(microbatch.must_compare)}, and micro-batch {microbatch.number} of chunk {chunk.index} "
-                        "gets no input_ids to compare. If a batch has a sample twice, give its tokens: "
+                        f"MRR202: {names_again(microbatch.must_compare)}, and micro-batch {microbatch.number} of chunk "
+                        f"{chunk.index} gets no input_ids to compare. If a batch has a sample twice, give its tokens: "
                         "session.microbatch(rows, model, token_ids=...)."
                     )
             except BaseException:
@@ -298,10 +298,10 @@ class Microbatches(ABC):
 
 
 def names_again(num_repeated: int) -> str:
-    """Return the first words of the error that rows by hand name rows twice where no token can be compared."""
+    """Return how rows by hand name rows twice, for the error where no token can be compared."""
     return (
-        f"MRR202: rows by hand name {num_repeated} rows of the trace again in one micro-batch. Do they restart in each "
-        "sample? Row i of the trace is its token i, so the rows of a sample begin where those of the sample before it end"
+        f"rows by hand name {num_repeated} rows of the trace again in one micro-batch. Do they restart in each sample? "
+        "Row i of the trace is its token i, so the rows of a sample begin where those of the sample before it end"
     )
 
 

@@ -111,8 +111,8 @@ class TraceRoutes(Microbatches):
         inputs.num_repeated = _num_repeated(inputs)
         if inputs.num_repeated and not self._knows_tokens(inputs.rows):
             raise LayoutError(
-                f"{names_again(inputs.num_repeated)}, and the trace has no token ids to compare. If a batch has a sample "
-                "twice, make the trace with token ids."
+                f"MRR202: {names_again(inputs.num_repeated)}, and the trace has no token ids to compare. If a batch has a "
+                "sample twice, make the trace with token ids."
             )
 
     def make_microbatch(self, chunk: Chunk, inputs: RowInputs) -> Microbatch:
