@@ -370,6 +370,7 @@ def judge(everyone: Sequence[Mapping[str, Any]], least: float) -> Verdict:
     verdict = Verdict([], [], {})
     if not least:
         return verdict
+    layout = sorted({fact for summary in everyone for fact in summary["layout"]})
     # Tensor-parallel ranks with the same rows are replicas. Their rows must count once.
     for replica in sorted({summary["replica"] for summary in everyone}):
         ranks = [summary for summary in everyone if summary["replica"] == replica]
@@ -386,8 +387,9 @@ def judge(everyone: Sequence[Mapping[str, Any]], least: float) -> Verdict:
                 f"the live router agrees with the replayed routes by less than min_agreement={least} in {num_low} of "
                 f"{len(layers)} layers ({_list(layers)}). Either the routes are of older or other weights: compare their "
                 "version with the trainer's. Or they are of other rows or layers: have the engine return token ids, and "
-                "compare the trace's layer_numbers with the model's. Or tokens attend to padding on the left, which "
-                "attention_mask must hide." + (f" The clearest rows: {max(raising).text}." if raising else "")
+                "compare the trace's layer_numbers with the model's."
+                + "".join(f" Or {fact}." for fact in layout)
+                + (f" The clearest rows: {max(raising).text}." if raising else "")
             )
         elif raising:
             evidence, text = max(raising)
@@ -395,16 +397,24 @@ def judge(everyone: Sequence[Mapping[str, Any]], least: float) -> Verdict:
                 f"{text}. The log-likelihood ratio is {evidence:.0f}, {EVIDENCE:.0f} raises; report.wrong_rows has the rows "
                 "for trace.without_routes."
             )
-        else:
-            little = {layer: value for layer, value in layers.items() if value < WARN}
-            for layer, each in sums.items():
-                # Too few to raise, and one wrong capture of a small batch looks so.
-                if each.judged is None and (value := each.agreement_from(LEAST_TO_WARN)) is not None and value < least:
-                    little[layer] = value
-            if little:
-                listed = _list(dict(sorted(little.items())))
-                verdict.warnings.append(f"the live router agrees little with the replayed routes: layers {listed}")
+        elif little := _little(sums, layers, least):
+            facts = "".join(f"; {fact}" for fact in layout)
+            verdict.warnings.append(
+                f"the live router agrees little with the replayed routes: layers {_list(little)}{facts}"
+            )
     return Verdict(verdict.problems[:1], verdict.warnings[:1], verdict.wrong_rows)
+
+
+def _little(sums: Mapping[int, Sums], layers: Mapping[int, float], least: float) -> dict[int, float]:
+    """Return the agreement of layers that warn.
+
+    Args:
+        layers: those with enough evidence to raise; the others of `sums` warn where they would raise with more.
+    """
+    few = {layer: each.agreement_from(LEAST_TO_WARN) for layer, each in sums.items() if layer not in layers}
+    little = {layer: value for layer, value in few.items() if value is not None and value < least}
+    little |= {layer: value for layer, value in layers.items() if value < WARN}
+    return dict(sorted(little.items()))
 
 
 def _add_parts(ranks: Sequence[Mapping[str, Any]], verdict: Verdict) -> list[Finding]:
