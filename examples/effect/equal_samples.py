@@ -22,9 +22,9 @@ from examples.effect.small_moe import Network, Shape, text, top_k
 from megatron_router_replay.mcore.batches.equal_samples import unlike
 
 SHAPES = (small_moe.TOP_1, small_moe.TOP_2, small_moe.TOP_4, Shape("top-8 of 64", 64, 8), small_moe.TOP_8)
-LAYERS = {1: [5], 2: [1, 4], 3: [0, 2, 4], 4: [0, 2, 3, 5], 6: [0, 1, 2, 3, 4, 5]}
+LAYERS = {1: [5], 2: [1, 4], 4: [0, 2, 3, 5], 6: [0, 1, 2, 3, 4, 5]}
 """Number of layers with routes -> which of the model's."""
-LENGTHS = (2, 3, 5, 9, 17, 33, 65, 130, 200, 350, 500)
+LENGTHS = (2, 3, 9, 17, 65, 130, 200, 500)
 FLIPPED = 0.1
 """Share of decisions that noise flips, as published of an engine and a trainer."""
 IMAGES = (16, 32, 64)

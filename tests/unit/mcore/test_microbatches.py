@@ -196,7 +196,7 @@ def test_rows_that_are_named_twice_raise_if_no_token_can_be_compared():
     with mrr.replay(chunk, random_trace(8, token_ids=ids), min_agreement=0) as session:
         session.microbatch(TWICE)
         with pytest.raises(
-            LayoutError, match=r"MRR202: .*micro-batch 0 of chunk 0 gets no input_ids.*token_ids=\.\.\."
+            LayoutError, match=r"MRR202: .*micro-batch 0 of chunk 0 embeds no input_ids.*token_ids=\.\.\."
         ):
             chunk(hidden)
         session.microbatch(ROWS)  # of the forward that raised, nothing is left
