@@ -64,14 +64,11 @@ FUNCTION = "topk_routing_with_score_function"
 
 
 @pytest.mark.parametrize(("owner", "name"), [(TopKRouter, "routing"), (router_module, FUNCTION)])
-@pytest.mark.parametrize(("kind", "around"), [("replay", reentrant), ("replay", non_reentrant), ("drop-in", reentrant)])
-def test_somebody_who_replaces_the_routing_of_all_routers_is_noticed(monkeypatch, kind, around, owner, name):
+@pytest.mark.parametrize("around", [reentrant, non_reentrant])
+def test_somebody_who_replaces_the_routing_of_all_routers_is_noticed(monkeypatch, around, owner, name):
     chunk = Chunk()
     chunk.around = around
-    session = STARTS[kind](chunk) if kind == "replay" else None
-    if kind == "drop-in":
-        chunk.routers[0].router_replay = mrr.mcore.RouterReplay()
-        chunk.routers[0].router_replay.set_router_replay_action(mrr.mcore.RouterReplayAction.RECORD)
+    session = STARTS["replay"](chunk)
     ours = getattr(owner, name)
     wrapper = lambda *args, **kwargs: ours(*args, **kwargs)  # noqa: E731
     if owner is router_module:  # `functools.wraps` copies what is on the function; around the method it is legal
@@ -81,8 +78,25 @@ def test_somebody_who_replaces_the_routing_of_all_routers_is_noticed(monkeypatch
         forward(chunk, session)
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None  # the checkpoint that raised left none
     mrr.close_sessions(chunk)
-    if kind == "drop-in":
-        chunk.routers[0].router_replay.clear_router_replay_action()
+
+
+def routing_without_hooks(router, logits, *args, **kwargs):
+    topk = getattr(router_module, FUNCTION).__wrapped__
+    return topk(logits.view(-1, logits.shape[-1]), router.topk, router_replay=router.router_replay)
+
+
+@pytest.mark.parametrize("name", ["routing", FUNCTION])
+def test_somebody_who_takes_a_hook_away_from_a_driven_router_is_noticed(monkeypatch, name):
+    chunk = Chunk()
+    replay = chunk.routers[0].router_replay = mrr.mcore.RouterReplay()
+    replay.set_router_replay_action(mrr.mcore.RouterReplayAction.RECORD)
+    if name == "routing":
+        monkeypatch.setattr(TopKRouter, name, routing_without_hooks)
+    else:
+        monkeypatch.setattr(router_module, name, getattr(router_module, name).__wrapped__)
+    with pytest.raises(ReplayStateError, match=rf"MRR415: .*outer\.{name} was replaced"):
+        forward(chunk)
+    replay.clear_router_replay_action()
 
 
 @pytest.mark.parametrize(
