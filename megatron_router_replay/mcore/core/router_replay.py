@@ -137,7 +137,7 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         """Return (scores, ids) of a call's experts, [num_tokens, topk] each.
 
-        A router's call passes the hook on `TopKRouter.routing`, whose RoutingCall answers it; calls without a router come here.
+        A router passes the hook on `TopKRouter.routing`, whose RoutingCall answers; a call without a router comes here.
 
         Args: see `TopKRequest`.
 
