@@ -51,8 +51,10 @@ def install() -> None:
 
 def replaced() -> list[str]:
     """Return the functions that `install` wrapped and that are wrapped no more, by their full names."""
-    wrapped = {torch_checkpoints: (*_HOOKS, "CheckpointFunction.forward")}
-    wrapped[megatron_checkpoints] = ("CheckpointFunction.forward",)
+    wrapped: dict[Any, tuple[str, ...]] = {
+        torch_checkpoints: (*_HOOKS, "CheckpointFunction.forward"),
+        megatron_checkpoints: ("CheckpointFunction.forward",),
+    }
     transformer_engine = sys.modules.get(_TRANSFORMER_ENGINE)
     if transformer_engine is not None and hasattr(transformer_engine, _TAPE):
         wrapped[transformer_engine] = (*_HOOKS, "_CheckpointFunction.forward")
