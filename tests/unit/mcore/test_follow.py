@@ -236,10 +236,11 @@ def test_the_longest_reading_is_counted_as_ambiguous_where_a_shorter_sample_ends
         rows = [3, 4, 5, 6, -1][: len(tokens)]
         assert check(alike(LONGER), [tokens], [rows], **options).segments_ambiguous == 1
     assert check(alike(LONGER), [[5, 6, 7]], [[0, 1, 2]]).segments_ambiguous == 0
+    prompt = list(range(1, 18))
     with pytest.raises(
-        LayoutError, match=r"MRR208: .* sample 1 and sample 0 of the trace begin with the same 3 tokens"
+        LayoutError, match=r"MRR208: .* sample 1 and sample 0 of the trace begin with the same 17 tokens"
     ):
-        check(trace_of(LONGER), [[5, 6, 7, 0]], [], **DECLARED)
+        check(trace_of([prompt, [*prompt, 0, 9]]), [[*prompt, 0]], [], **DECLARED)
 
 
 def test_a_shorter_sample_is_another_reading_only_where_equal_tokens_end_the_sequence() -> None:
@@ -489,6 +490,24 @@ def test_little_agreement_names_a_layout_that_attention_may_see(layout: str, fac
         (fact in str(raised.value)) if fact else not re.search("padding stands|position_ids alone", str(raised.value))
     )
     assert fact in str(session.report)
+
+
+@pytest.mark.parametrize(
+    ("trace", "options", "error", "match"),
+    [
+        (
+            [A, B],
+            {"padding_token_ids": [None]},
+            LayoutError,
+            r"MRR101: padding_token_ids=\[None\]: a tokenizer without a pad",
+        ),
+        (None, {}, TraceError, r"MRR101: cannot replay 2 traces: pass concat_traces\(traces\)"),
+    ],
+    ids=["no pad token", "a list of traces"],
+)
+def test_what_a_first_program_passes_is_named(trace: Any, options: Any, error: Any, match: str) -> None:
+    with pytest.raises(error, match=match):
+        mrr.replay(Chunk(), [trace_of([A]), trace_of([B])] if trace is None else trace_of(trace), **options)
 
 
 def test_positional_and_one_dimensional_ids() -> None:
