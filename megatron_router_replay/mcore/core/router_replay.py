@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe import router as router_module
 from megatron.core.transformer.moe import router_replay as upstream
 from torch import Tensor
 from torch._compile import _disable_dynamo
@@ -23,7 +24,7 @@ from megatron_router_replay.mcore.core import hooks, tape
 from megatron_router_replay.mcore.core.call import RouterCounts, RoutingCall, TopKRequest
 from megatron_router_replay.mcore.core.streams import to_device
 from megatron_router_replay.mcore.model.support import refusals
-from megatron_router_replay.mcore.model.upstream import REPLAY_METHOD, check_version
+from megatron_router_replay.mcore.model.upstream import REPLAY_METHOD, TOPK_FUNCTION, check_version, takes_replay
 
 _LOG = logging.getLogger(__name__)
 
@@ -310,10 +311,15 @@ def install() -> None:
     off.
 
     Raises:
-        UnsupportedRouterError: this Megatron-Core has no router replay.
+        UnsupportedRouterError: this Megatron-Core has no router replay, or its routers never ask one.
         ReplayStateError: a model with the flag was built before; nothing is changed then.
     """
     check_version()
+    if not takes_replay(getattr(router_module, TOPK_FUNCTION)):
+        raise UnsupportedRouterError(
+            f"MRR402: install() has no effect in miles' Megatron-LM: its {TOPK_FUNCTION} asks miles' manager, and no "
+            "RouterReplay. Use a session (replay, record, freeze_recompute), which needs no install()."
+        )
     built = sum(type(each) is _ORIGINAL for each in _ORIGINAL.global_router_replay_instances)
     if built:
         raise ReplayStateError(
