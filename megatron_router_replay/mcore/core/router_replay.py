@@ -136,7 +136,9 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
         group_topk: int | None = None,
         default_compute_topk: Any = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return (scores, ids) of the experts of a call that did not pass `TopKRouter.routing`, [num_tokens, topk] each.
+        """Return (scores, ids) of a call's experts, [num_tokens, topk] each.
+
+        A router passes the hook on `TopKRouter.routing`, whose RoutingCall answers; a call without a router comes here.
 
         Args: see `TopKRequest`.
 
@@ -165,16 +167,22 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
 
     @property
     def may_be_captured(self) -> bool:
-        """Return whether a graph may hold its calls: a static buffer has the same address in every run."""
+        """Return whether a graph may have its calls.
+
+        A static buffer has the same address in every run.
+        """
         return self._action is RouterReplayAction.RECORD and self.static_buffer is not None
 
     @property
     def announces_recomputes(self) -> bool:
-        """Return whether a call in a backward is a recompute that takes the next target of the list."""
+        """Return whether a call in a backward takes the next target of the list."""
         return self._action is RouterReplayAction.REPLAY_BACKWARD
 
     def drop_announced(self) -> None:
-        """Take the target of an announced recompute off the list, because the tape has its experts."""
+        """Take the target of an announced recompute off the list.
+
+        The tape has the experts of its forward.
+        """
         if self.announces_recomputes and self.replay_backward_list:
             self.replay_backward_list.pop(0)
 
