@@ -117,7 +117,7 @@ def test_equal_samples_are_compared_again_where_a_shorter_one_may_end_in_padding
     tokens, longer, shorter = [*LONG, 16, 16], random_routes(20, len(LAYERS), 3), random_routes(17, len(LAYERS), 4)
     trace = trace_of([[*tokens, 9], [*tokens, 9], LONG], routes=torch.cat([longer, longer, shorter]))
     chunk = Chunk()
-    with pytest.raises(LayoutError, match="MRR208: .*sample 0 and sample 2 "), mrr.replay(chunk, trace, **DRAWN):
+    with pytest.raises(LayoutError, match=r"MRR208: .*sample 0 and sample 2 "), mrr.replay(chunk, trace, **DRAWN):
         chunk(ids([*tokens, 0]), 0, **packed(0, 20, unpadded=[0, 19]))
         lengths_were_enough = True
         chunk(ids(tokens), 1)
