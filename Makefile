@@ -153,7 +153,6 @@ format: $(READY)
 
 # How-tos and API reference as one site; needs no network, fails on a broken link or an undocumented public name.
 docs: $(VENV)/.docs
-	PYTHONPATH=$(CURDIR) $(BIN)/python docs/site/api_pages.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 	@echo "open build/docs/index.html"
 

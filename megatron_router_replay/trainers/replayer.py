@@ -327,9 +327,19 @@ _installed: list[TrainerReplay] = []
 
 
 def install(trainer: str, replays: Callable[[], bool] | None, options: Mapping[str, Any]) -> TrainerReplay:
-    """Run every schedule of Megatron-Core through a new replay; an earlier one ends. See `TrainerReplay`."""
+    """Run every schedule of Megatron-Core through a new replay; an earlier one ends. See `TrainerReplay`.
+
+    Raises:
+        UnsupportedRouterError: this Megatron-Core cannot replay. An audit takes any.
+    """
     check_options(f"replay, as {trainer} calls it,", options, inspect.signature(mrr.replay).parameters)
-    _installed[:] = [TrainerReplay(trainer, replays, options)]
+    replay = TrainerReplay(trainer, replays, options)
+    if not replay.audits:
+        # Before a model is built: the first session comes after a whole rollout.
+        from megatron_router_replay.mcore.model.upstream import check_version
+
+        check_version()
+    _installed[:] = [replay]
     hook(SCHEDULES, _run_schedules)
     return active()
 

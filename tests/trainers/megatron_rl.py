@@ -20,7 +20,6 @@ from unittest import mock
 
 import msgpack
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 import typing_extensions
@@ -31,7 +30,7 @@ from megatron_router_replay.testing.packed_attention import row_positions
 from megatron_router_replay.trainers import megatron_rl
 from megatron_router_replay.trainers.request_routes import RequestRoutes
 from tests.trainers import oracle, small_model
-from tests.trainers.sources import Source
+from tests.trainers.sources import Source, check_megatron
 from tests.trainers.stand_ins import Config, missing_modules
 
 SOURCE = Source(name="megatron_rl", packages=("megatron",), variable="MEGATRON_LM_DIR")
@@ -41,10 +40,7 @@ PAD, SEQ_LENGTH, EPOCH = 0, 24, 3
 def checkout() -> str:
     """Return the folder of the checkout, whose Megatron-Core runs."""
     folder = SOURCE.folder()
-    import megatron.core
-
-    if not Path(megatron.core.__file__).is_relative_to(folder):
-        pytest.skip(f"Megatron-Core is not that of the checkout: run with PYTHONPATH={folder}.")
+    check_megatron(folder)
     return folder
 
 

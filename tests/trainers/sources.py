@@ -1,6 +1,10 @@
-"""A trainer's code from a folder that an environment variable names, unedited.
+"""A trainer's code from a folder that an environment variable names, unedited, on the Megatron-LM that it ships or pins.
 
-Nothing of a trainer is part of this project: without the variable its tests are skipped.
+Nothing of a trainer is part of this project: without the variable its tests are skipped. A second variable,
+<NAME>_MEGATRON_DIR, names the checkout of Megatron-LM that must be imported; without it, any Megatron-Core will do. A run has
+one Megatron-Core:
+
+    MILES_DIR=... MILES_MEGATRON_DIR=$FORK PYTHONPATH=$FORK python -m pytest tests/trainers -k miles
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ class Source:
         folder = os.environ.get(variable)
         if folder is None:
             pytest.skip(f"{variable} does not name a checkout of {self.name}; its page in docs names the commit.")
+        check_megatron(os.environ.get(f"{self.name.upper()}_MEGATRON_DIR"))
         return folder
 
     def unedited(self, to: Path) -> Path:
@@ -55,6 +60,14 @@ class Source:
         text = path.read_text()
         path.write_text(f"{line}\n{text}" if is_first else f"{text}\n{line}\n")
         return folder
+
+
+def check_megatron(folder: str | None) -> None:
+    """Skip the test unless the imported Megatron-Core is that of this checkout; None: any will do."""
+    import megatron.core
+
+    if folder is not None and not Path(megatron.core.__path__[0]).resolve().is_relative_to(Path(folder).resolve()):
+        pytest.skip(f"Megatron-Core is not that of the checkout: run with PYTHONPATH={folder}.")
 
 
 def check_renames(name: str, folder: str, capsys: Any) -> None:

@@ -17,6 +17,8 @@ A forward's way through a session, in the order of calls:
             -> Microbatches._on_routed -> Chunk.routed                                     one router of the micro-batch ran
     dispatch_preprocess                                                                    gets both outputs; see `dispatch`
 
+In miles' fork the manager that this function asks for a top-k hands out the call; see `upstream.MANAGER`.
+
 Source: Megatron-Core 0.16.1 to 0.19.2, router.TopKRouter.routing and moe_utils.topk_routing_with_score_function.
 """
 
@@ -39,11 +41,15 @@ from megatron_router_replay.mcore.core.call import RoutingCall, RoutingSource, c
 from megatron_router_replay.mcore.core.tape import Entry
 from megatron_router_replay.mcore.model.upstream import (
     INFERENCE_ROUTERS,
+    MANAGER_METHOD,
     REPLAY_ARGUMENT,
     REQUIRED_SYMBOLS,
     TOPK_FUNCTION,
+    asks_manager,
     check_names,
     inference_refusals,
+    takes_replay,
+    topk_manager,
 )
 
 _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
@@ -88,7 +94,8 @@ def unregister(router: Any, source: RoutingSource) -> None:
 
 
 def forget() -> None:
-    """Forget the routers without a session: a backward without a tape runs them live again."""
+    """Forget the routers without a session, so a backward without a tape runs them live again, and unhook miles' manager."""
+    _unhook_manager(topk_manager())
     for replay in set(once_active) - set(active):
         once_active.discard(replay)
     for router in [router for router, sources in _sources.items() if not sources]:
@@ -353,17 +360,58 @@ def _pass_on(original: Any, router: Any, logits: Tensor, *args: Any, **kwargs: A
 
 
 def _topk_hook(original: Any) -> Any:
+    takes_argument, asks = takes_replay(original), asks_manager(original)
+
     def topk_routing_with_score_function(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         call = current.call
         if call is not None:
-            # The fused function does not call `get_replay_topk`.
-            kwargs[REPLAY_ARGUMENT], kwargs["fused"] = call, False
+            kwargs["fused"] = False  # the fused function requests nothing
+            if takes_argument:
+                kwargs[REPLAY_ARGUMENT] = call
+            elif "is_mtp" in kwargs:
+                kwargs["is_mtp"] = False  # else it asks for no router of an MTP layer, whose recomputes must freeze
+            if asks:
+                _hook_manager(topk_manager())
         routed: tuple[Tensor, Tensor] = original(*args, **kwargs)
         return routed
 
     topk_routing_with_score_function.is_hook = topk_routing_with_score_function  # type: ignore[attr-defined]
     topk_routing_with_score_function.__wrapped__ = original  # type: ignore[attr-defined]
     return topk_routing_with_score_function
+
+
+def _hook_manager(manager: Any) -> None:
+    """Let miles' manager hand out the call of the router that runs now; without one, it answers itself.
+
+    Source: miles 31f1ca96, replay_base.BaseReplayManager.get_topk_fn.
+    """
+    original = getattr(manager, MANAGER_METHOD, None)
+    if original is None or is_hook(original):
+        return
+
+    def get_topk_fn(compute_topk: Any, *args: Any, **kwargs: Any) -> Any:
+        call = current.call
+        if call is None:
+            return original(compute_topk, *args, **kwargs)
+
+        def replay_topk(scores: Tensor, topk: int, num_groups: Any = None, group_topk: Any = None) -> Any:
+            return call.get_replay_topk(scores, topk, num_groups, group_topk, compute_topk)
+
+        return replay_topk
+
+    get_topk_fn.is_hook, get_topk_fn.__wrapped__ = get_topk_fn, original  # type: ignore[attr-defined]
+    setattr(manager, MANAGER_METHOD, get_topk_fn)
+
+
+def _unhook_manager(manager: Any) -> None:
+    """Put back the method of miles' manager; the next call in a session hooks it again."""
+    hook: Any = getattr(manager, MANAGER_METHOD, None)
+    if not is_hook(hook):
+        return
+    if getattr(hook.__wrapped__, "__self__", None) is manager:
+        delattr(manager, MANAGER_METHOD)  # its class has it
+    else:
+        setattr(manager, MANAGER_METHOD, hook.__wrapped__)
 
 
 def _inference_hook(original: Any) -> Any:

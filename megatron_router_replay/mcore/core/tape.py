@@ -214,5 +214,6 @@ def hidden_from_selective_checkpoint() -> AbstractContextManager[Any]:
 
 
 def layer_of(router: Any) -> str:
-    """Return a router's name for messages."""
-    return f"layer {getattr(router, 'layer_number', '?')}"
+    """Return a router's name for messages; layers of an MTP block count from 1 in Megatron-Core since 0.17."""
+    mtp = "MTP " if getattr(router, "is_mtp_layer", False) else ""
+    return f"{mtp}layer {getattr(router, 'layer_number', '?')}"

@@ -1,17 +1,19 @@
 """Names and version of the imported Megatron-Core; all that depends on them is in this file.
 
 Every version since 0.16 passes `router.router_replay` to `topk_routing_with_score_function`, which requests the top-k from
-it. A checkout needs this feature, whatever its number. A version above all tested ones may route in a way that was never
-read, so its sessions verify every routing map, and warn. Sessions verify as well where a trainer has replaced Megatron-Core's
-routing function.
+it. miles' fork asks a manager of miles for the top-k. A checkout needs one of the two, whatever its number. A version above
+all tested ones may route in a way that was never read, so its sessions verify every routing map, and warn. Sessions verify
+as well in miles' fork, and where a trainer has replaced Megatron-Core's routing function.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import megatron.core
@@ -42,6 +44,13 @@ REPLAY_ARGUMENT = "router_replay"
 
 REPLAY_METHOD = "get_replay_topk"
 """The method of that object which returns them."""
+
+MANAGER_MODULE, MANAGER, MANAGER_METHOD = "miles.utils.replay_base", "routing_replay_manager", "get_topk_fn"
+"""The object that the routing function of miles' Megatron-LM asks for a top-k: (module, name there, method).
+
+Source: radixark/Megatron-LM 2e64d788 (miles-main), whose function has no `REPLAY_ARGUMENT`, and 235952df
+(miles-main-20260819), which asks this object first.
+"""
 
 DISPATCH_METHOD = "dispatch_preprocess"
 """The method of a token dispatcher that takes the router's output: (hidden, map, probabilities)."""
@@ -103,22 +112,48 @@ def must_verify() -> bool:
     topk = router_module.topk_routing_with_score_function
     # Our hook alone is unwrapped, because functools.wraps makes any wrapper look like its function.
     function = inspect.unwrap(topk, stop=lambda each: getattr(each, "is_hook", None) is not each)
-    return is_newer_than_tested(megatron_version()) or function is not moe_utils.topk_routing_with_score_function
+    is_megatrons = function is moe_utils.topk_routing_with_score_function and not asks_manager(function)
+    return is_newer_than_tested(megatron_version()) or not is_megatrons
+
+
+def takes_replay(function: Callable[..., Any]) -> bool:
+    """Return whether a routing function has the `REPLAY_ARGUMENT`."""
+    parameters = inspect.signature(inspect.unwrap(function)).parameters.values()
+    return any(each.name == REPLAY_ARGUMENT or each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
+
+
+def asks_manager(function: Callable[..., Any]) -> bool:
+    """Return whether a routing function imports miles' manager in each call, and asks it for the top-k."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code is not None and {MANAGER_MODULE, MANAGER, MANAGER_METHOD} <= set(code.co_names)
+
+
+def topk_manager() -> Any:
+    """Return miles' manager; None: miles is not imported, so its Megatron-LM built no router yet."""
+    return getattr(sys.modules.get(MANAGER_MODULE), MANAGER, None)
 
 
 def check_version() -> None:
-    """Raise unless the imported Megatron-Core requests experts from a router's `REPLAY_ARGUMENT`.
+    """Raise unless the imported Megatron-Core requests a top-k from its `REPLAY_ARGUMENT`, or from miles' manager.
 
     Raises:
-        UnsupportedRouterError: its routing function has no such argument (0.15 and before).
+        UnsupportedRouterError: it is 0.15 or older, or an unknown fork.
     """
-    function = inspect.unwrap(router_module.topk_routing_with_score_function)
-    parameters = inspect.signature(function).parameters.values()
-    if not any(each.name == REPLAY_ARGUMENT or each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
+    function, version = router_module.topk_routing_with_score_function, megatron_version()
+    if takes_replay(function) or asks_manager(function):
+        return
+    lacks = f"its {TOPK_FUNCTION} has no {REPLAY_ARGUMENT} argument, which came with 0.16"
+    tested = f"Sessions were run with {', '.join(TESTED)}"
+    if version_numbers(version) < (0, 16):
         raise UnsupportedRouterError(
-            f"MRR402: Megatron-Core {megatron_version()} cannot replay routes: its topk_routing_with_score_function has no "
-            f"{REPLAY_ARGUMENT} argument, which came with 0.16. Sessions were run with {', '.join(TESTED)}: use one of these."
+            f"MRR402: Megatron-Core {version} cannot replay routes: {lacks}. {tested}: use one of these."
         )
+    raise UnsupportedRouterError(
+        f"MRR402: Megatron-Core {version} cannot replay routes: {lacks}, and it asks no manager that is known. Is "
+        f"{Path(megatron.core.__file__).parent} a fork? Then give this function the argument {REPLAY_ARGUMENT}=None. Where "
+        f"it is not None, call {REPLAY_ARGUMENT}.{REPLAY_METHOD}(scores, topk, num_groups, group_topk, compute_topk) for the "
+        f"top-k, as moe_utils of {TESTED[-1]} does. {tested}."
+    )
 
 
 def inference_refusals(router: Any) -> Iterator[str]:
