@@ -51,7 +51,8 @@ class PartJoiner:
         self._earlier, self._num_tokens, self._device = earlier, num_tokens, device
         shape = num_tokens, len(self.layer_numbers), topk
         self._topk_indices = torch.empty(shape, dtype=index_dtype(num_experts), device=device)
-        self.has_route = torch.zeros(shape[:2], dtype=torch.bool, device=device)
+        # In memory layer by layer: `any` and `all` over short rows of bools are many times slower.
+        self.has_route = torch.zeros(shape[1], num_tokens, dtype=torch.bool, device=device).t()
         self._per_token: dict[str, Tensor] = {}
         self.block_rows = max(1, _BLOCK_BYTES // max(1, shape[1] * topk * self._topk_indices.element_size()))
 
