@@ -37,12 +37,12 @@ class Decoder(ReplyReader):
     Args:
         rows: a reply -> its arrays.
         setup: how to start the engine and what to send, for the message about a reply without routes.
-        fix_counts: a reply -> the same with counts that fit its ids, where the engine counts other tokens.
+        complete: a reply -> the same with what the engine says of it in its own way; the caller's options say what is known.
     """
 
     rows: LayRows
     setup: str = ""
-    fix_counts: Callable[[Reply, ModelRoutingInfo], Reply] = lambda reply, model: reply
+    complete: Callable[[Reply, ModelRoutingInfo, DecodeOptions], Reply] = lambda reply, model, options: reply
 
     def decode(self, result: Any, *, model: ModelLike, **options: Unpack[SampleOptions]) -> RoutingTrace:
         """Return the routes of a sample, a row for each of its S tokens.
@@ -146,7 +146,7 @@ class Decoder(ReplyReader):
         # Before the tokens: a reply without routes often has no ids either, and the advice to pass ids would mislead.
         if not has_routes and not reply.aborted:
             raise reply.source.error(lost)
-        reply = self.fix_counts(reply, model)
+        reply = self.complete(reply, model, options)
         if not has_routes:  # nor a version that chose them, whatever names the caller's numbers are for
             options = replace(options, weight_version=None)
         tokens = resolve_tokens(reply, options)
@@ -156,7 +156,14 @@ class Decoder(ReplyReader):
             raise reply.source.error(lost)
         none = RowLayout(arrays=(), layer_numbers=model.moe_layer_numbers)
         layout = self.rows(reply, model, tokens) if has_routes else none
-        return SampleRows(source=reply.source, layout=layout, tokens=tokens, options=options, may_be_empty=may_be_empty)
+        return SampleRows(
+            source=reply.source,
+            layout=layout,
+            tokens=tokens,
+            options=options,
+            may_be_empty=may_be_empty,
+            ids_field=reply.request_fields.token_ids,
+        )
 
 
 def _is_list(values: Any) -> bool:

@@ -60,6 +60,7 @@ class SampleRows:
     Args:
         may_be_empty: the request was aborted before its first token, so no rows at all are right.
         begin: rows of earlier tokens are neither checked nor kept.
+        ids_field: the field of a request that brings token ids with its reply; "": there is none.
     """
 
     source: Source
@@ -68,6 +69,7 @@ class SampleRows:
     options: DecodeOptions
     may_be_empty: bool = False
     begin: int = 0
+    ids_field: str = ""
 
     @property
     def num_rows(self) -> int:
@@ -271,11 +273,12 @@ def _check_filler(sample: SampleRows, rows: Array, columns: Sequence[int], first
 
 def _report(trace: RoutingTrace, samples: Sequence[SampleRows]) -> None:
     if trace.token_ids is None and samples:
+        send = f"Send {samples[0].ids_field} with the request, or pass" if samples[0].ids_field else "Pass"
         warn(
             "no token ids",
             "a trace without token ids: nothing proves that its rows are those of the tokens that a model runs, and replay "
-            'cannot find its rows by tokens. Send "return_token_ids": true with the request (vLLM; SGLang\'s OpenAI '
-            "endpoints), or pass the engine's own ids as token_ids=.",
+            f"cannot find its rows by tokens. {send} the ids that the engine got and returned: token_ids=, or "
+            "prompt_token_ids= where the reply has those of its output.",
             once=True,  # a trainer may decode sample by sample
         )
     if samples and _LOG.isEnabledFor(logging.INFO):

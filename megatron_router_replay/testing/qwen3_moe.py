@@ -59,7 +59,8 @@ def qwen3_moe_config(checkpoint_dir: str | Path, layout: ParallelSizes, **overri
         "hidden_size": hf["hidden_size"],
         "num_attention_heads": hf["num_attention_heads"],
         "num_query_groups": hf["num_key_value_heads"],
-        "kv_channels": hf["head_dim"],
+        # transformers writes no head_dim that nobody set.
+        "kv_channels": hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
         "ffn_hidden_size": hf["intermediate_size"],
         "moe_ffn_hidden_size": hf["moe_intermediate_size"],
         "num_moe_experts": info.num_experts,

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_router_replay.engines.decoders.sglang import raw_rows, sglang
+from megatron_router_replay.engines.decoders.sglang import raw_rows, sglang, with_generate
 
 # Its endpoints count every token, so no count is fixed.
-sglang_jax = replace(sglang, title="sglang-jax", rows=raw_rows, fix_counts=lambda reply, model: reply)
+sglang_jax = replace(sglang, title="sglang-jax", rows=raw_rows, complete=with_generate)
 """sglang-jax; see the module."""

@@ -428,4 +428,4 @@ def _inference_hook(original: Any) -> Any:
 
 def is_hook(function: Any) -> bool:
     """Return whether a function is a hook itself; `functools.wraps` copies the mark to a wrapper around one."""
-    return getattr(function, "is_hook", None) is function
+    return function is not None and getattr(function, "is_hook", None) is function

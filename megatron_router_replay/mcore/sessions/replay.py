@@ -341,8 +341,9 @@ def _why_not_found(trace: RoutingTrace) -> str:
     """Return the words that say why no forward can find its rows in the trace; "": it can."""
     if trace.token_ids is None:
         return (
-            ": the trace has no token ids, so no row can be found by input_ids. vLLM and SGLang send them for "
-            '"return_token_ids": true in the request; decode takes the ids that the engine ran as token_ids=...'
+            ": the trace has no token ids, so no row can be found by input_ids. In the request, vLLM and SGLang's OpenAI "
+            'endpoints take "return_token_ids": true, SGLang\'s /generate "return_logprob": true and "logprob_start_len": 0; '
+            "decode takes the ids that the engine ran as token_ids=..., or a prompt's as prompt_token_ids=..."
         )
     if trace.sequence_lengths is None:
         return ": the trace has token ids and no samples: trace.with_samples(lengths) cuts it into them"

@@ -62,12 +62,21 @@ def test_logits_equal_those_of_transformers(on_ranks, checkpoint_and_logits, lay
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
 
 
-def test_a_config_that_transformers_5_saved(checkpoints_dir, tmp_path):
-    config = json.loads((checkpoints_dir / "qwen3moe" / "config.json").read_text())
-    config["num_local_experts"] = config.pop("num_experts")
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    loaded = qwen3_moe_config(tmp_path, ParallelSizes())
-    assert (loaded.num_moe_experts, loaded.moe_router_topk, loaded.moe_layer_freq) == (8, 2, [1, 0, 1, 1])
+@pytest.mark.parametrize("head_dim", [{}, {"head_dim": 32}], ids=["not set", "32"])
+def test_a_folder_that_this_transformers_saves(head_dim, on_ranks, tmp_path):
+    """Since transformers 5, its config has num_local_experts, and no head_dim that was not set."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2} | head_dim
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    config = transformers.Qwen3MoeConfig(vocab_size=320, num_hidden_layers=3, mlp_only_layers=[1], **sizes, **experts)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path)
+    if int(transformers.__version__.split(".")[0]) >= 5:
+        assert "num_local_experts" in json.loads((tmp_path / "config.json").read_text())
+    with torch.no_grad():
+        expected = model(tokens()).logits
+    ((logits,),) = on_ranks(1, logits_of, tmp_path, ParallelSizes(), None)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
 
 
 def test_another_model_raises(tmp_path):

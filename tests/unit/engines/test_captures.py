@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_router_replay import engines
+from megatron_router_replay import checks, engines
 from megatron_router_replay.errors import PayloadError
 from tests.unit.engines.engine_payloads import DATA, all_moe, config, read_json, read_npy, vllm_output
 
@@ -121,6 +121,59 @@ def test_sglang_http():
     assert engines.sglang.decode(calls["chat_stream"]["chunks"], model=model, num_tokens=33).num_tokens == 33
     for name, lengths in (("generate_batch", (30, 9)), ("generate_n2", (30, 30))):
         assert engines.sglang.decode_batch(calls[name]["response"], model=model).sequence_lengths == lengths
+
+
+def generated(ids, start=0):
+    """SGLang's /generate: a response and its stream, with log-probs of the prompt from `start` on, and their prompt."""
+    calls = read_json("sglang_0.5.23_qwen3moe_sparse_http.json")
+    prompt = read_json("sglang_0.5.23_qwen3moe_sparse.json")["cases"]["batch.0"]["prompt_token_ids"]
+    # As SGLang's _process_input_token_logprobs has them: no log-prob of the first, and no text unless it is asked for.
+    entries = [[None if i == start else -1.5, token, None] for i, token in enumerate(ids or prompt)][start:]
+    response, chunks = calls["generate"]["response"], calls["generate_stream"]["chunks"]
+    for each in (response, *chunks):
+        each["meta_info"]["input_token_logprobs"] = entries
+    return [response, chunks], prompt
+
+
+def test_prompt_ids_of_sglangs_generate_come_with_its_log_probs():
+    results, prompt = generated(None)
+    for result in results:
+        for engine in (engines.sglang, engines.sglang_jax):
+            trace = engine.decode(result, model=config("qwen3moe_sparse"))
+            output = (result[-1] if isinstance(result, list) else result)["output_ids"]
+            assert trace.token_ids.tolist() == prompt + output
+    other = [token + (i == 3) for i, token in enumerate(prompt)]
+    with pytest.raises(PayloadError, match=r"MRR309: .*prompt_token_ids \(24\) are not the prompt of the response"):
+        engines.sglang.decode(results[0], model=config("qwen3moe_sparse"), prompt_token_ids=other)
+
+
+def test_ids_that_sglang_clips_to_0_are_the_callers():
+    """An image's placeholder, and the last id of the vocabulary."""
+    _, prompt = generated(None)
+    (response, _), _ = generated([*prompt[:5], 0, 0, *prompt[7:]])
+    model, ids = config("qwen3moe_sparse"), prompt + response["output_ids"]
+    assert engines.sglang.decode(response, model=model, prompt_token_ids=prompt).token_ids.tolist() == ids
+    assert engines.sglang.decode(response, model=model, token_ids=ids).token_ids.tolist() == ids
+    with pytest.raises(PayloadError, match="MRR309"):
+        engines.sglang.decode(response, model=model, prompt_token_ids=[prompt[0] + 1, *prompt[1:]])
+
+
+@pytest.mark.parametrize("start", [10, 23, None])
+def test_log_probs_of_a_part_of_the_prompt_are_no_ids_and_the_advice_is_of_the_endpoint(start, monkeypatch):
+    (response, _), _ = generated(None, start or 0)
+    if start is None:
+        del response["meta_info"]["input_token_logprobs"]
+    monkeypatch.setattr(checks, "_warned", set())
+    with pytest.warns(RuntimeWarning, match='Send "return_logprob": true and "logprob_start_len": 0 with the request'):
+        assert engines.sglang.decode(response, model=config("qwen3moe_sparse")).token_ids is None
+
+
+@pytest.mark.parametrize("entries", [[5] * 24, [[1.0]] * 24, [[None, "a", None]] * 24, [[None, 2**40, None]] * 24])
+def test_log_probs_without_ids_are_refused(entries):
+    (response, _), _ = generated(None)
+    response["meta_info"]["input_token_logprobs"] = entries
+    with pytest.raises(PayloadError, match=r"MRR309|MRR310"):
+        engines.sglang.decode(response, model=config("qwen3moe_sparse"))
 
 
 @pytest.mark.parametrize("name", ["completions_n2", "completions_batch"])

@@ -462,7 +462,12 @@ def test_a_stage_without_ids_names_itself() -> None:
     ("token_ids", "samples", "error", "match"),
     [
         (A, None, ReplayStateError, r"MRR406.*has token ids and no samples: trace\.with_samples\(lengths\)"),
-        (None, [4], ReplayStateError, r"MRR406.*has no token ids.*\"return_token_ids\": true.*session\.microbatch"),
+        (
+            None,
+            [4],
+            ReplayStateError,
+            r"MRR406.*has no token ids.*\"return_token_ids\": true, SGLang.s /generate \"return_logprob\".*session\.microb",
+        ),
         ([5, -1, 7, 8], [4], TraceError, "MRR108.*gather"),
     ],
     ids=["no samples", "no tokens", "a rank's part of a recording"],
