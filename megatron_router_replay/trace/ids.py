@@ -57,7 +57,9 @@ def fill_unrouted(indices: Tensor, replay_mask: Tensor, *, num_experts: int) -> 
     _, num_layers, topk = indices.shape
     step = max(1, _CHECK_BYTES // max(1, num_layers * topk * indices.element_size()))
     places = torch.arange(topk, device=indices.device)
-    for rows in (~replay_mask).nonzero()[:, 0].split(step):
+    unrouted = (~replay_mask).nonzero()[:, 0]
+    for start in range(0, len(unrouted), step):
+        rows = unrouted[start : start + step]
         ids = ((rows.unsqueeze(1) * topk + places) % num_experts).to(indices.dtype)
         put_rows(indices, rows, ids.unsqueeze(1).expand(-1, num_layers, -1).contiguous())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -291,7 +292,7 @@ class RecordSession(Session):
         A collective: every rank of each group calls it, in this order of groups. It is needed wherever a trace is replayed
         by ranks that did not record all of its rows: regrouped micro-batches under sequence, context or data parallelism.
         Ranks of one data-parallel rank recorded parts of the same samples; those of different ones follow in order.
-        A rank sends the rows that it routed, and needs memory for the whole and for a message of 32 MB.
+        A rank sends the rows that it routed, and needs memory for the whole and for 32 MB of messages.
 
         Args:
             groups: for example the tensor-, context-, pipeline- and data-parallel groups; none given: all ranks of the job.
@@ -344,7 +345,7 @@ def _place(rows: Tensor, routes: Tensor, columns: Sequence[int], indices: Tensor
         rows, routes = rows[kept], take_rows(routes, joined_rows(kept))
     at = joined_rows(rows)
     before = seen[rows]
-    is_repeated = bool(before.any()) or (isinstance(at, Tensor) and rows.unique().numel() < rows.numel())
+    is_repeated = bool(before.any()) or (isinstance(at, Tensor) and len(np.unique(rows.numpy())) < len(rows))
     for first, column, count in neighbour_runs(columns).tolist():
         memory, written = indices[:, column : column + count], routes[:, first : first + count]
         if is_repeated:
