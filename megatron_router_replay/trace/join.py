@@ -166,6 +166,15 @@ class PartJoiner:
         )
 
 
+def known_rows(trace: RoutingTrace) -> Tensor:
+    """Return the rows of which a rank's part knows something, [n] int64: a route, a token or a weight version."""
+    known = trace.replay_mask
+    for values in (trace.token_ids, trace.weight_version):
+        if values is not None:
+            known = known | (values != UNKNOWN)
+    return known.nonzero()[:, 0]
+
+
 def _known(values: Tensor | None) -> Tensor:
     assert values is not None, "every part has it"
     return values

@@ -15,7 +15,7 @@ from megatron_router_replay.mcore.core.streams import collective_device
 from megatron_router_replay.together import raise_together
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trace.header import TraceHeader, views_of_bytes
-from megatron_router_replay.trace.join import UNKNOWN, PartJoiner
+from megatron_router_replay.trace.join import PartJoiner, known_rows
 
 _PIECE_BYTES, _NUM_UNDER_WAY = 4 << 20, 8
 """The size of a message at most, and how many are under way; a group that takes tensors from GPUs alone has them there."""
@@ -66,8 +66,7 @@ def gather_trace(
     try:
         if isinstance(trace, Exception):
             raise trace
-        known = trace.replay_mask if trace.token_ids is None else trace.replay_mask | (trace.token_ids != UNKNOWN)
-        rows = known.nonzero()[:, 0]
+        rows = known_rows(trace)
         routed = trace.gather_rows(rows)
         mine = _Part(replica, trace.sequence_lengths, trace.num_tokens, TraceHeader.of(routed))
     except Exception as error:
