@@ -16,7 +16,7 @@ def gpt_config(layout: ParallelSizes, **fields: Any) -> Any:
         layout: parallel sizes; sets the config's parallel fields.
         fields: the model's sizes, and any other field of TransformerConfig.
     """
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     own: dict[str, Any] = {
         "moe_router_load_balancing_type": "none",
@@ -54,7 +54,8 @@ def gpt_config(layout: ParallelSizes, **fields: Any) -> Any:
         "batch_p2p_comm": layout.vp_size is None,
         "overlap_p2p_comm": layout.vp_size is not None,
     }
-    return TransformerConfig(**{**own, **fields})
+    kind = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
+    return kind(**{**own, **fields})
 
 
 def build_gpt(

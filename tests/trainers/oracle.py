@@ -65,8 +65,8 @@ def rollout_box(seed: int) -> dict[str, Any]:
 class Seen:
     """Decisions by pass, compared and wrong; `mark()` begins the next part.
 
-    A pass is "no grad", "train" or "recompute". "live" are decisions of recomputes whose tokens have no route in the rollout;
-    they are wrong if they differ from their forward's.
+    A pass is "no grad", "train" or "recompute". "live" are decisions of recomputes whose tokens have no route in the rollout,
+    "mtp" those of recomputes of MTP layers; they are wrong if they differ from their forward's.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Seen:
 
     def counts(self) -> list[dict[str, tuple[int, int]]]:
         """Return {pass: (compared, wrong)} of each part that compared any decision."""
-        names = (*PASSES, "live")
+        names = (*PASSES, "live", "mtp")
         return [
             {name: (part[name, False] + part[name, True], part[name, True]) for name in names}
             for part in self._parts
@@ -310,7 +310,8 @@ def watched(chunks: list[Any], route_of: dict[int, Tensor]) -> Iterator[Seen]:
             model = model.module
         now: list[Tensor] = []
         again: dict[Any, deque[tuple[Tensor, Tensor]]] = defaultdict(deque)
-        routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
+        named = [(name, module) for name, module in model.named_modules() if isinstance(module, TopKRouter)]
+        routers, mtp = [router for _, router in named], {router for name, router in named if name.startswith("mtp.")}
         generator = torch.Generator().manual_seed(0)  # the same on all ranks that share a router
 
         def enter(module: Any, args: Any, kwargs: Any, now: list[Tensor] = now) -> None:
@@ -325,21 +326,23 @@ def watched(chunks: list[Any], route_of: dict[int, Tensor]) -> Iterator[Seen]:
                 for router in routers:
                     router.weight.data.copy_(torch.randn(router.weight.shape, generator=generator))
 
-        def routed(router: Any, args: Any, output: Any, now: list[Tensor] = now, again: Any = again) -> None:
-            routing_map = output[1]
+        def routed(
+            router: Any, args: Any, output: Any, now: list[Tensor] = now, again: Any = again, mtp: set[Any] = mtp
+        ) -> None:
+            routing_map, has_route = output[1], ({} if router in mtp else route_of)
             if torch._C._current_graph_task_id() != -1:
                 # A chunk's micro-batches are recomputed in the order of their forwards.
                 phase, (tokens, first) = "recompute", again[router].popleft()
                 for token, its_own, chosen in zip(tokens.tolist(), first, routing_map):
-                    if token not in route_of:
-                        seen.count("live", not torch.equal(its_own, chosen))
+                    if token not in has_route:
+                        seen.count("mtp" if router in mtp else "live", not torch.equal(its_own, chosen))
             else:
                 phase, tokens = "train" if router.training else "no grad", now[0]
                 if phase == "train":
                     again[router].append((tokens, routing_map.clone()))
             assert len(routing_map) == len(tokens), (list(routing_map.shape), list(tokens.shape))
             for token, chosen in zip(tokens.tolist(), routing_map):
-                if token in route_of:
+                if token in has_route:
                     expected = torch.zeros_like(chosen)
                     expected[route_of[token][router.layer_number - 1].long()] = True
                     seen.count(phase, not torch.equal(expected, chosen))
@@ -371,15 +374,22 @@ def watched(chunks: list[Any], route_of: dict[int, Tensor]) -> Iterator[Seen]:
             delattr(model, name)
 
 
-def check_replayed(ranks: Any, *, recomputes: bool) -> None:
-    """Check each rank's live pass, log-prob pass and training passes: all replayed decisions are the rollout's."""
+def check_replayed(ranks: Any, *, recomputes: bool, mtp: bool = False) -> None:
+    """Check each rank's live pass, log-prob pass and training passes: all replayed decisions are the rollout's.
+
+    Args:
+        recomputes: routers run again in the backward; those of MTP layers too if there are any, `mtp`.
+    """
     for live, log_probs, *train in ranks:
         decisions, differ = live["no grad"]
         assert differ > 0.9 * decisions > 0, "the live pass differs, so the replayed ones show something"
         assert log_probs["no grad"][0] > 0
-        looked, wrong = ({name: sum(part[name][i] for part in train) for name in (*PASSES, "live")} for i in range(2))
+        looked, wrong = (
+            {name: sum(part[name][i] for part in train) for name in (*PASSES, "live", "mtp")} for i in range(2)
+        )
         # The forward of a full recompute has no gradients.
         assert looked["no grad"] + looked["train"] > 0
         assert (looked["recompute"] > 0) == (looked["live"] > 0) == recomputes
+        assert (looked["mtp"] > 0) == (recomputes and mtp)
         assert log_probs["no grad"][1] == 0
         assert set(wrong.values()) == {0}

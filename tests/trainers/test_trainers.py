@@ -11,7 +11,8 @@ import pytest
 
 from megatron_router_replay.testing import ParallelSizes
 from megatron_router_replay.trainers import seams
-from tests.functional.mcore.cases import FULL
+from tests.functional.mcore.cases import FULL, MEGATRON
+from tests.support.families import routing_options
 from tests.support.workers import WorkersError
 from tests.trainers import miles, ms_swift, nemo_rl, roll, skyrl, slime
 from tests.trainers.oracle import asked, audited, check_replayed, tracked
@@ -90,6 +91,24 @@ CASES = {
 }
 
 
+MTP_TRAINED = {"enable_mtp_training": True}
+RECIPES = {
+    "slime Moonlight": (TP2, {}),
+    "skyrl Moonlight": (ONE, PACKED),
+    "nemo_rl Qwen3-MoE, Qwen3-VL": (CP2, PACKED),
+    "miles Qwen3-MoE, Qwen3-VL": (EP2, {}),
+    "miles Qwen3.5, Qwen3.6": (TP2, MTP_TRAINED),
+    "miles GLM-4.7-Flash": (ONE, MTP_TRAINED),
+    "miles GLM-5": (TP2, {}),
+    "miles DeepSeek-V3, V3.2": (ONE, {"allgather_cp": True}),
+    "miles Kimi-K2, K2.5": (TP2, {}),
+    "miles JoyAI": (EP2, {}),
+    "miles Nemotron-3-Nano": (ONE, {}),
+    "miles DeepSeek-V4": (ONE, BSHD),
+}
+"""Trainer and family of public recipes -> layout and flags; with full recompute, and MTP where the recipe trains it."""
+
+
 def trainer_of(case):
     return TRAINERS[case.split()[0]]
 
@@ -107,6 +126,21 @@ def test_every_decision_is_the_rollouts(case, unedited, on_ranks):
         pytest.skip("ms-swift splits a batch over context-parallel ranks with mcore_bridge, which is not installed.")
     ranks = on_ranks(layout.world_size, trainer.step, unedited(trainer), layout, options, flags)
     check_replayed(ranks, recomputes=bool(options))
+
+
+@pytest.mark.parametrize("case", RECIPES)
+def test_every_decision_of_a_recipes_model_is_the_rollouts(case, unedited, on_ranks):
+    trainer, (layout, flags) = trainer_of(case), RECIPES[case]
+    options = FULL | routing_options(case.split(maxsplit=1)[1])
+    mtp = "enable_mtp_training" in flags
+    if not mtp:
+        options.pop("mtp_num_layers", None)
+    if "Nemotron" in case:
+        if MEGATRON < (0, 18):
+            pytest.skip("Megatron-Core has no HybridModel before 0.18")
+        options |= {"pattern": "*EME"}
+    ranks = on_ranks(layout.world_size, trainer.step, unedited(trainer), layout, options, flags)
+    check_replayed(ranks, recomputes=True, mtp=mtp)
 
 
 @pytest.mark.parametrize(("trainer", "name"), list(zip(TRAINERS.values(), ["slime", "miles", "NeMo-RL", "SkyRL"])))

@@ -126,6 +126,11 @@ class TokenReader:
         if cp_partition_mode not in (None, "zigzag", "contiguous"):
             raise LayoutError(f"MRR101: cp_partition_mode={cp_partition_mode!r} must be 'zigzag' or 'contiguous'.")
         self.padding_token_ids: tuple[int, ...] | None = None
+        if isinstance(padding_token_ids, Sequence) and None in padding_token_ids:
+            raise LayoutError(
+                f"MRR101: padding_token_ids={list(padding_token_ids)}: a tokenizer without a pad token has None. Give the "
+                "token that fills your batches, or [] if nothing does."
+            )
         if padding_token_ids is not None:
             # torch would make a float tensor of an empty list.
             is_empty = isinstance(padding_token_ids, Sequence) and not padding_token_ids
