@@ -60,6 +60,7 @@ class Microbatch:
         rows: [num_tokens] int64, rows of the trace or of a recording as this rank's routers see them, -1: there is none.
         token_ids: [b, s] integers, the tokens that its forward must get, below 0 where they are not known; None: none is.
         batch_rows: [b, s] int64, the rows of the trace that have these tokens; None: the trace has none.
+        must_compare: rows by hand that it names again, which only the forward's input_ids can show to be of equal tokens.
         checked_layer: position of the layer that also takes its live top-k, -1: all do; None: none does.
         lengths: [S] int64, tokens of each sample that a recording numbers itself; None: rows were given by hand.
         used: the experts that a recording keeps; None: nothing is recorded.
@@ -79,6 +80,7 @@ class Microbatch:
     rows: Tensor | None = None
     token_ids: Tensor | None = None
     batch_rows: Tensor | None = None
+    must_compare: int = 0
     checked_layer: int | None = None
     lengths: Tensor | None = None
     used: UsedExperts | None = None
