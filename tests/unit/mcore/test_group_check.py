@@ -120,7 +120,15 @@ def test_an_engine_gives_no_route_to_the_last_token_where_every_row_must_have_on
 
 @pytest.mark.parametrize(("wrong_routes", "counts"), [("raise", (1, 0)), ("warn", (0, 1))])
 def test_wrong_routes_raise_or_warn(wrong_routes, counts):
-    agreement = {"replica": 0, "layers": {}, "findings": [[72.0, "rows"]], "parts": [], "trace": "", "wrong_rows": []}
+    agreement = {
+        "replica": 0,
+        "layers": {},
+        "findings": [[72.0, "rows"]],
+        "parts": [],
+        "layout": [],
+        "trace": "",
+        "wrong_rows": [],
+    }
     told = N(8, agreement=agreement)._replace(options=[None, 0.25, wrong_routes])
     result = GroupCheck(None).finish(told)
     assert (len(result.problems), len(result.warnings)) == counts
