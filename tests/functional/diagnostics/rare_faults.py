@@ -250,7 +250,7 @@ def rare_cases(seed: int = 0) -> list[Case]:
                     ("different id", SAME_MODEL),
                 ),
                 ("recorded ids of two ranks", edited(exchange_blocks), ("by a different id", IDS)),
-                ("3 recorded as 5", edited(store_3_as_5), ("name expert 3 as 5, in all layers", IDS)),
+                ("3 recorded as 5", edited(store_3_as_5), ("name expert 3 as 5, in", IDS)),
                 ("rows and experts 3 and 5 of layer 1", changed(exchange([1], True)), (PAIR, SAME_MODEL)),
                 ("rows and experts 3 and 5 of all layers", changed(exchange(everywhere, True)), (PAIR, IDS)),
                 ("rows 3 and 5 of layer 3", changed(exchange([3], False)), (PAIR, "layer 3 has its .*" + NOT_BOTH)),
