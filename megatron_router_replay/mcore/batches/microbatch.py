@@ -28,6 +28,7 @@ class Microbatch:
         rows: [num_tokens] int64, rows of the trace or of a recording as this rank's routers see them, -1: there is none.
         token_ids: [b, s] integers, the tokens that its forward must get, below 0 where they are not known; None: none is.
         batch_rows: [b, s] int64, the rows of the trace that have these tokens; None: the trace has none.
+        must_compare: rows by hand that it names again, which only the forward's input_ids can show to be of equal tokens.
         checked_layer: position of the layer that also takes its live top-k, -1: all do; None: none does.
         lengths: [S] int64, tokens of each sample that a recording numbers itself; None: rows were given by hand.
         used: position -> [num_tokens, topk], the experts that a recording keeps; None: nothing is recorded.
@@ -47,6 +48,7 @@ class Microbatch:
     rows: Tensor | None = None
     token_ids: Tensor | None = None
     batch_rows: Tensor | None = None
+    must_compare: int = 0
     checked_layer: int | None = None
     lengths: Tensor | None = None
     used: dict[int, Any] | None = None
@@ -79,7 +81,7 @@ class Microbatch:
         if tuple(shape) != expected and not (len(shape) == 1 and expected[1] == 1 and shape[0] == expected[0]):
             raise ReplayStateError(
                 f"MRR201: {where}, micro-batch {self.number}: the router routes tokens of [s, b] = {list(shape)} on "
-                f"this rank, the routes are for {list(expected)}: they must have the shape of this micro-batch's "
-                "input_ids, [b, s]. If the model inserts positions itself (images), open the session on its language "
-                "model, and give it the rows that this gets."
+                f"this rank, the routes are for {list(expected)}: they must have the shape of what the model's layers get. A "
+                "model that inserts positions itself (several embeddings for one token) takes rows [b, s] of these, by "
+                "session.microbatch(rows, model)."
             )

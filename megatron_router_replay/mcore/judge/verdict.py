@@ -24,8 +24,8 @@ from megatron_router_replay.mcore.judge.causes import cause_of, moved_by
 from megatron_router_replay.mcore.judge.places import ComparedPlaces
 from megatron_router_replay.trace import RoutingTrace
 
-LEAST_DECISIONS = 128.0
-"""Experts beyond chance below which a layer has too little evidence."""
+LEAST_DECISIONS, LEAST_TO_WARN = 128.0, 64.0
+"""Experts beyond chance from which on a layer is judged, and from which on a session warns of less than `min_agreement`."""
 WARN = 0.5
 """Agreement of a layer below which a session warns."""
 PART_EVIDENCE = 15.0
@@ -59,7 +59,11 @@ class Sums(NamedTuple):
     @property
     def judged(self) -> float | None:
         """Agreement of rows or of kinds of rows, whichever is more; None: there is too little evidence."""
-        if self.most_of_kinds < LEAST_DECISIONS:
+        return self.agreement_from(LEAST_DECISIONS)
+
+    def agreement_from(self, least: float) -> float | None:
+        """Return the same; None: there are fewer experts beyond chance than `least`."""
+        if self.most_of_kinds < least:
             return None
         return max(self.agreement, self.shared_of_kinds / self.most_of_kinds)
 
@@ -393,12 +397,24 @@ def judge(everyone: Sequence[Mapping[str, Any]], least: float) -> Verdict:
                 f"{text}. The log-likelihood ratio is {evidence:.0f}, {EVIDENCE:.0f} raises; report.wrong_rows has the rows "
                 "for trace.without_routes."
             )
-        elif little := {layer: value for layer, value in layers.items() if value < WARN}:
+        elif little := _little(sums, layers, least):
             facts = "".join(f"; {fact}" for fact in layout)
             verdict.warnings.append(
                 f"the live router agrees little with the replayed routes: layers {_list(little)}{facts}"
             )
     return Verdict(verdict.problems[:1], verdict.warnings[:1], verdict.wrong_rows)
+
+
+def _little(sums: Mapping[int, Sums], layers: Mapping[int, float], least: float) -> dict[int, float]:
+    """Return the agreement of layers that warn.
+
+    Args:
+        layers: those with enough evidence to raise; the others of `sums` warn where they would raise with more.
+    """
+    few = {layer: each.agreement_from(LEAST_TO_WARN) for layer, each in sums.items() if layer not in layers}
+    little = {layer: value for layer, value in few.items() if value is not None and value < least}
+    little |= {layer: value for layer, value in layers.items() if value < WARN}
+    return dict(sorted(little.items()))
 
 
 def _add_parts(ranks: Sequence[Mapping[str, Any]], verdict: Verdict) -> list[Finding]:

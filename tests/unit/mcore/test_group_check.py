@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
@@ -14,11 +15,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import megatron_router_replay as mrr
+from megatron_router_replay.checks import _warned
 from megatron_router_replay.mcore.core.hooks import sources_of
 from megatron_router_replay.mcore.judge.group_check import (
     GroupCheck,
     GroupResult,
     RankSummary,
+    _result,
     judge_replay,
     stages_with_other_rows,
 )
@@ -75,6 +78,27 @@ def test_what_ranks_tell_is_judged_together(ranks, least, problem):
     problems = judge_replay({2 + rank: told for rank, told in enumerate(ranks)}, least)  # ranks 2, 3, ...
     assert len(problems) == (problem is not None)
     assert problem is None or problems[0].startswith(problem)
+
+
+IDLE = [
+    # Numbers of the ranks 2, 3, ... of a group -> those with routers that ran no forward, where others did.
+    ([N(), N(4)], [2]),
+    ([N(4), N(), N(0, 3), N()], [3, 5]),
+    ([N(), N()], None),
+    ([N(4), N(0, 0, 8)], None),  # a dummy of padding is a forward
+    ([N(4), N()._replace(chunks=0)], None),  # a stage without routers
+    ([N(4, min_replayed=0), N(min_replayed=0)], None),  # a step may have no micro-batch
+]
+
+
+@pytest.mark.parametrize(("ranks", "idle"), IDLE)
+def test_a_rank_that_ran_no_forward_where_others_did_is_named(ranks, idle):
+    told = {2 + rank: each for rank, each in enumerate(ranks)}
+    warnings = _result(told).warnings
+    assert list(warnings) == ["a rank without a forward"] * bool(idle)
+    if idle:
+        text = warnings["a rank without a forward"]
+        assert text.startswith(f"ranks {idle} have routers and ran no forward inside their session, ranks ")
 
 
 def test_a_step_without_a_micro_batch_is_told_how_to_allow_that():
@@ -269,9 +293,32 @@ def without_the_other():
     return message
 
 
+def trained_after_its_session():
+    """Rank 1 closes its session first, and trains then."""
+    chunk = Chunk()
+    session = mrr.replay(chunk, random_trace(8))
+    if dist.get_rank() == 0:
+        session.microbatch(ROWS)
+        chunk(tokens())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        _warned.discard("a rank without a forward")
+        session.close()
+    chunk(tokens())
+    return [str(each.message) for each in told]
+
+
+def test_a_rank_that_trains_after_its_session_is_warned_of_on_all_ranks(on_ranks):
+    for told in on_ranks(2, trained_after_its_session):
+        assert [text.partition(".")[0] for text in told] == [
+            "ranks [1] have routers and ran no forward inside their session, ranks [0] did"
+        ]
+
+
 def test_a_rank_that_never_comes_is_named_as_a_reason(on_ranks):
     message, _ = on_ranks(2, without_the_other)
     assert "rank 0 waited 0:00:01 at the end of its session for the 2 ranks of its group" in message
+    assert "Open the session on every rank that trains; give group= only where ranks hold different models." in message
     assert "rank 0, chunk 0, micro-batch 1, layer 1: rows were given, but no forward used them" in message
     assert on_ranks(2, step) == [8, 8]
 
