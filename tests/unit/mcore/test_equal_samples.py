@@ -11,7 +11,7 @@ from torch import Tensor
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError
 from megatron_router_replay.mcore.batches.equal_samples import unlike
-from tests.unit.mcore.test_follow import DRAWN, LAYERS, A, B, alike, check, ids, trace_of
+from tests.unit.mcore.test_follow import DRAWN, LAYERS, A, B, alike, check, ids, packed, trace_of
 from tests.unit.mcore.tiny_chunk import EXPERTS, Chunk, random_routes
 
 CAPTURES = Path(__file__).parents[2] / "unit/data/engine_captures"
@@ -123,6 +123,18 @@ def test_equal_samples_are_compared_again_where_a_forward_has_more_of_their_toke
     with pytest.raises(LayoutError, match="MRR208"), mrr.replay(chunk, trace, **DRAWN):
         chunk(ids(tokens[:20]), 0)
         chunk(ids(tokens[:149]), 1)  # neither is a whole sample
+
+
+def test_equal_samples_are_compared_again_where_a_shorter_one_may_end_in_padding() -> None:
+    """Lengths say that a sequence is no shorter sample with padding behind it; without them it may be."""
+    tokens, longer, shorter = [*LONG, 16, 16], random_routes(20, len(LAYERS), 3), random_routes(17, len(LAYERS), 4)
+    trace = trace_of([[*tokens, 9], [*tokens, 9], LONG], routes=torch.cat([longer, longer, shorter]))
+    chunk = Chunk()
+    with pytest.raises(LayoutError, match=r"MRR208: .*sample 0 and sample 2 "), mrr.replay(chunk, trace, **DRAWN):
+        chunk(ids([*tokens, 0]), 0, **packed(0, 20, unpadded=[0, 19]))
+        lengths_were_enough = True
+        chunk(ids(tokens), 1)
+    assert lengths_were_enough
 
 
 def test_equal_samples_with_other_routes_raise_again_where_a_forward_is_repeated() -> None:
