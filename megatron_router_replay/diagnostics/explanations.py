@@ -96,7 +96,7 @@ def explain_layers(window: Window, explained: Array) -> Iterator[Explanation]:
     """Yield what explains most differing decisions of a layer, wherever their rows lie: one route, or a few ids.
 
     Args:
-        explained: [n, L] bool, decisions that have an explanation.
+        explained: [n, L] bool, decisions that have an explanation other than names.
     """
     left = window.different & ~explained
     yield from _repeated_route(window, left)
@@ -226,11 +226,13 @@ def _few_names(a: Array, b: Array, num_experts: int) -> Array:
         x[one][~(x[one][:, :, None] == y[one][:, None]).any(axis=2)].astype(np.int64) for x, y in ((a, b), (b, a))
     )
     times = np.bincount(lost * num_experts + gained, minlength=num_experts**2).reshape(num_experts, num_experts)
-    likely = (times.max(axis=1) >= MIN_ROWS) & (times.max(axis=1) >= _RENAMED * times.sum(axis=1))
+    likely = (times.max(axis=1) >= MIN_ROWS) & (2 * times.max(axis=1) >= times.sum(axis=1))
     for expert in np.flatnonzero(likely).tolist():
         other = int(times[expert].argmax())
-        # A row that exchanges several experts does not say which one has which id.
-        held = (a == expert).any(axis=1) & ~(a == other).any(axis=1) & (shared >= a.shape[1] - 1)
+        # A row that exchanges several experts does not say which one has which id. Nor does one in which a third expert has
+        # this one's id, and this one its new id: it looks as if the third had that.
+        several = (shared < a.shape[1] - 1) | ((b == expert).any(axis=1) & (b == other).any(axis=1))
+        held = (a == expert).any(axis=1) & ~(a == other).any(axis=1) & ~several
         if times[expert, other] >= _RENAMED * held.sum():
             names[expert] = other
     return names

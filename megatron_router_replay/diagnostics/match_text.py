@@ -31,12 +31,13 @@ def match_fact(window: Window, each: Explanation, regions: Sequence[Region], exp
     numbers = tuple(window.b.layer_numbers[layer] for layer in layers)
     where = "in all layers" if numbers == window.b.layer_numbers else f"in {numbered('layer', numbers)}"
     first, last = window.first + int(rows[0]), window.first + int(rows[-1])
-    place = _rows(window, first, last) if len(regions) == 1 else _places(window, rows, len(regions))
+    is_run = len(regions) == 1 or len(rows) == last - first + 1
+    place = _rows(window, first, last) if is_run else _places(window, rows, len(regions))
     later = ""
     if each.kind == "row":
         offset = each.values
         step = f"{abs(offset):,} {'row' if abs(offset) == 1 else 'rows'} {'earlier' if offset < 0 else 'later'}"
-        source = f" {first + offset}..{last + offset}" if len(regions) == 1 else ""
+        source = f" {first + offset}..{last + offset}" if is_run else ""
         text = f"{place} match {a}'s rows{source} ({step})"
     elif each.kind == "sample_order":
         text = _samples(window, rows, each.values)

@@ -22,6 +22,8 @@ from megatron_router_replay.diagnostics.fact import Fact
 from megatron_router_replay.diagnostics.match_text import Region, match_fact
 from megatron_router_replay.diagnostics.window import Window
 
+_Match = tuple[Explanation, list[Region]]
+
 _BETTER = 0.1  # three rows of a piece; those at the ends of a fault fit by chance
 _MIN_UNRELATED = 24  # noise alone exchanges most experts of fewer neighbouring decisions
 
@@ -32,8 +34,8 @@ def find_matches(window: Window) -> tuple[list[Fact], Array]:
     Returns:
         (facts, those of most decisions first; [n, L] bool, decisions that a match explains.)
     """
-    matches: list[tuple[Explanation, list[Region]]] = []
-    explained = np.zeros_like(window.in_place)
+    matches: list[_Match] = []
+    explained, named = np.zeros_like(window.in_place), np.zeros_like(window.in_place)
     # Only rows and layers that both have can be unrelated.
     # A different token has different routes, which are no fact of their own.
     unrelated = ~window.in_place & window.alike[:, None] & (window.column >= 0)
@@ -45,18 +47,18 @@ def find_matches(window: Window) -> tuple[list[Fact], Array]:
         if regions := list(find(window, each, chosen == index)):
             matches.append((each, regions))
         # A region may reach into cells that it does not explain alone: these are not unrelated.
+        cells = named if each.kind == "names" else explained
         for rows, layers in regions:
-            explained[np.ix_(rows, layers)] |= each.fitting[np.ix_(rows, layers)]
+            cells[np.ix_(rows, layers)] |= each.fitting[np.ix_(rows, layers)]
     for each in explain_layers(window, explained):
-        rows, layers = np.flatnonzero(window.alike), np.flatnonzero(each.fitting.any(axis=0))
-        runs = [rows]
-        if each.kind == "constant":  # which fits the rows that differ alone
-            rows = np.flatnonzero(each.fitting.any(axis=1))
+        if each.kind == "names":
+            matches = _with_names_of_layers(window, matches, each)
+        else:  # a route fits the rows that differ alone
+            rows, layers = np.flatnonzero(each.fitting.any(axis=1)), np.flatnonzero(each.fitting.any(axis=0))
             runs = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
-        else:  # it fits all rows of layers where some cells have shown it
-            matches = [(one, at) for one, at in matches if one.kind != "names" or not _are_in(at, layers)]
-        matches.append((each, [(run, layers) for run in runs]))
-        explained |= each.fitting
+            matches.append((each, [(run, layers) for run in runs]))
+        named |= each.fitting
+    explained |= named
     facts = [match_fact(window, each, regions, explained) for each, regions in matches]
     unrelated &= ~explained
     cells = bad & (chosen < 0) & (2 * window.by_piece(unrelated) > routed)
@@ -88,8 +90,23 @@ def _choose(window: Window, bad: Array, unrelated: Array) -> tuple[list[Explanat
     return tried, chosen
 
 
-def _are_in(regions: list[Region], layers: Array) -> bool:
-    return all(np.isin(each, layers).all() for _, each in regions)
+def _with_names_of_layers(window: Window, matches: list[_Match], each: Explanation) -> list[_Match]:
+    """Return the matches with names that hold in all rows of layers; cells that showed them alone join these."""
+    layers = np.flatnonzero(each.fitting.any(axis=0))
+    regions, others = [(np.flatnonzero(window.alike), layers)], []
+    for other, at in matches:
+        if other.kind != "names" or not any(np.isin(layers_of, layers).any() for _, layers_of in at):
+            others.append((other, at))
+            continue
+        rest = [(rows, np.setdiff1d(layers_of, layers)) for rows, layers_of in at]
+        regions += [region for region in rest if len(region[1])]
+        in_layers = np.isin(np.arange(each.fitting.shape[1]), layers)
+        each = Explanation(
+            kind="names",
+            fitting=np.where(in_layers, each.fitting, other.fitting),
+            values=np.where(in_layers[:, None], each.values, other.values),
+        )
+    return [*others, (each, regions)]
 
 
 def _unrelated(window: Window, each: Explanation, cells: Array) -> Iterator[Fact]:

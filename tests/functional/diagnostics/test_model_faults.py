@@ -33,7 +33,7 @@ def test_a_fault_in_a_model_is_named_or_left_open(megatron, sizes):
     assert verdicts["right"] >= 37, others  # of 39
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, 2])
 def test_a_rare_fault_is_named_or_left_open(megatron, seed):
     verdicts, others = judge(rare_cases(seed))
     assert verdicts["WRONG"] == 0, others

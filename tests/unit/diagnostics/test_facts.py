@@ -338,6 +338,25 @@ def test_an_id_that_is_stored_as_another_and_three_that_rotate():
     assert facts_of(a, renamed(a, x3=7, x7=12, x12=3)) == [("names", text)]
 
 
+def test_three_ids_that_rotate_are_named_where_rows_hold_two_of_them():
+    """Then one expert gets the id of another, which gets a third: as if the first had got that."""
+    a = routes_of(600)
+    pairs = (a[:, 1] == 12).any(1).nonzero().flatten()[:20]
+    a[pairs, 1, 0], a[pairs, 1, 1] = 7, 12
+    b = a.clone()
+    b[:, 1] = renamed(a[:, 1], x3=12, x12=7, x7=3)
+    fact = next(fact for fact in diff_of(a, b).facts if fact.kind == "names")
+    assert "name expert 3 as 12, 7 as 3 and 12 as 7, in layer 3" in fact.text
+
+
+def test_ids_that_cells_of_one_layer_show_and_rows_of_another_are_one_fact():
+    a = routes_of(600, experts=32)
+    a[:, 1] = routes_of(600, seed=1, layers=1, experts=12)[:, 0]  # all of them have different ids
+    names = {f"x{i}": i + 6 if i < 6 else i - 6 for i in range(12)}
+    (fact,) = diff_of(a, renamed(a, **names)).facts
+    assert fact.text == "all 600 rows of b name each expert by a different id, in all layers: 1,800 of 1,800 decisions."
+
+
 @pytest.mark.parametrize(("layers", "facts"), [(3, 3), (4, 1)])
 def test_different_ids_of_more_than_three_layers_are_one_fact(layers, facts):
     a = routes_of(600, layers=layers)
