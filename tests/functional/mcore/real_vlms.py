@@ -1,4 +1,4 @@
-"""The multimodal models of mbridge, Megatron-Bridge, mcore-bridge and ROLL, unedited, from folders that variables name.
+"""The multimodal models of mbridge and Megatron-Bridge, unedited, from folders that variables name.
 
 Only the modules that a model is made of are imported: their packages load trainers, converters and hubs. Attention is
 `PackedAttention`, on a CPU, where theirs would be Transformer Engine's; weights are drawn.
@@ -28,8 +28,6 @@ DIRS = {
     "mbridge": "MBRIDGE_DIR",
     "Megatron-Bridge": "MEGATRON_BRIDGE_DIR",
     "Qwen3.5": "MEGATRON_BRIDGE_DIR",
-    "mcore-bridge": "MCORE_BRIDGE_DIR",
-    "ROLL": "ROLL_DIR",
 }
 """Variables with the folder of a checkout."""
 
