@@ -81,10 +81,10 @@ def join_samples(
         if rows.dtype == indices.dtype or find_outside(rows, num_experts=num_experts) is None:
             indices[place] = rows
         else:
-            out, routed = torch.from_numpy(indices[place]), torch.from_numpy(mask[place])
+            out, checked = torch.from_numpy(indices[place]), torch.from_numpy(mask[place])
             with _naming(number):
                 check_topk_indices(
-                    rows, num_experts=num_experts, layer_numbers=layer_numbers, replay_mask=routed, out=out
+                    rows, num_experts=num_experts, layer_numbers=layer_numbers, replay_mask=checked, out=out
                 )
     assert indices is not None, "there is a sample"
     joined, joined_mask = torch.from_numpy(indices), torch.from_numpy(mask)
