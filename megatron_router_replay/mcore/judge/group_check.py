@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 
 from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.mcore.judge.report import share_of
-from megatron_router_replay.mcore.judge.verdict import judge
+from megatron_router_replay.mcore.judge.verdict import judge, published
 
 _LOG = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class RankSummary(NamedTuple):
         rows_replayed, rows_live, rows_padding: as in the report.
         options: of a replay, the same on all ranks: min_replayed, min_agreement, wrong_routes; None: a recording.
         num_rows: the highest row that was given to a recording, plus 1.
-        agreement: see `agreement.Agreement.summary`.
+        agreement: see `agreement.Agreement.summary`; its `published` part goes to the other ranks.
         stage: (lowest of the ranks that differ in their pipeline stage alone, this rank's stage, [number of micro-batches,
             digest of their rows] of each chunk); None: there is one stage, or no chunk.
     """
@@ -169,7 +169,7 @@ class GroupCheck:
         """Publish this rank's numbers, None if it failed. Return the result if this rank comes last."""
         self._published = True
         if self._store.add(self._key("arrived"), 1) < len(self.ranks):
-            self._store.set(self._key(self.rank), json.dumps(summary))
+            self._store.set(self._key(self.rank), json.dumps(_compact(summary), separators=(",", ":")))
             return None
         others = [rank for rank in self.ranks if rank != self.rank]
         # Each of them has arrived, so its numbers are in the store, or will be in a moment.
@@ -179,6 +179,12 @@ class GroupCheck:
         self._store.set(self._key("result"), json.dumps(asdict(result)))
         self._store.delete_key(self._key("arrived"))
         return result
+
+
+def _compact(summary: RankSummary | None) -> RankSummary | None:
+    if summary is None or summary.agreement is None:
+        return summary
+    return summary._replace(agreement=published(summary.agreement))
 
 
 def _result(summaries: Mapping[int, RankSummary | None]) -> GroupResult:

@@ -71,9 +71,6 @@ class Sums(NamedTuple):
     def of(cls, rows: ComparedRows) -> Sums:
         return cls(float(rows.counts.sum()), *rows.shared(rows.number), *rows.shared(rows.weight))
 
-    def plus(self, other: Iterable[float]) -> Sums:
-        return Sums(*map(sum, zip(self, other)))
-
 
 class Finding(NamedTuple):
     """Evidence of wrong rows, and a text that names the rows and their fault."""
@@ -360,11 +357,22 @@ class Verdict(NamedTuple):
     wrong_rows: dict[str, list[list[int]]]
 
 
+def published(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of an `Agreement.summary` that `judge` reads: of 1,024 ranks, one reads all.
+
+    A finding that does not raise is for the rank's own report, and of those that raise the clearest is told. Six digits of
+    a sum are more than a threshold means.
+    """
+    raising = [each for each in summary["findings"] if each[0] >= EVIDENCE]
+    layers = {number: [float(f"{value:.6g}") for value in sums] for number, sums in summary["layers"].items()}
+    return {**summary, "findings": [max(raising)] if raising else [], "layers": layers}
+
+
 def judge(everyone: Sequence[Mapping[str, Any]], least: float) -> Verdict:
     """Return the faults of the routes of a group of ranks; all ranks compute the same.
 
     Args:
-        everyone: `Agreement.summary` of each rank.
+        everyone: `published(Agreement.summary)` of each rank.
         least: `min_agreement` of `replay`; 0: find no faults.
     """
     verdict = Verdict([], [], {})
@@ -448,10 +456,12 @@ def judged(layers: Mapping[int, Sums]) -> dict[int, float]:
 
 def add_up(units: Iterable[tuple[Any, Iterable[float]]]) -> dict[Any, Sums]:
     """Return the sums of (key, sums) by key."""
-    sums: dict[Any, Sums] = {}
-    for key, unit in units:
-        sums[key] = sums.get(key, Sums()).plus(unit)
-    return sums
+    places: dict[Any, int] = {}
+    listed = [(places.setdefault(key, len(places)), tuple(unit)) for key, unit in units]
+    sums = np.zeros((len(places), len(Sums._fields)))
+    if listed:
+        np.add.at(sums, [place for place, _ in listed], [unit for _, unit in listed])
+    return {key: Sums(*sums[place].tolist()) for key, place in places.items()}
 
 
 def _list(values: Mapping[int, float]) -> str:

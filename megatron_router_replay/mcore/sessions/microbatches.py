@@ -231,8 +231,7 @@ class Microbatches(ABC):
         assert state.chunk is not None, "it takes part"
         if microbatch.used is not None:
             assert call.used is not None, "the call is over"
-            # Narrowed where a tape has it so; else all layers at once, at the end, for autograd keeps it as it is.
-            microbatch.used[state.position] = call.used if call.kept is None else call.kept
+            microbatch.used.put(state.position, call.used if call.kept is None else call.kept)
         state.chunk.routed(microbatch, state.position)
 
     def on_done(self, chunk: Chunk, microbatch: Microbatch) -> None:

@@ -1,6 +1,8 @@
 """Ranks of a replay are judged together at its end, and no rank waits for one that failed."""
 
 import gc
+import json
+import random
 import threading
 import time
 import warnings
@@ -21,10 +23,12 @@ from megatron_router_replay.mcore.judge.group_check import (
     GroupCheck,
     GroupResult,
     RankSummary,
+    _compact,
     _result,
     judge_replay,
     stages_with_other_rows,
 )
+from megatron_router_replay.mcore.judge.verdict import Finding, Sums, judge
 from tests.unit.mcore.tiny_chunk import ROWS, Chunk, random_trace, tokens
 
 
@@ -116,7 +120,15 @@ def test_an_engine_gives_no_route_to_the_last_token_where_every_row_must_have_on
 
 @pytest.mark.parametrize(("wrong_routes", "counts"), [("raise", (1, 0)), ("warn", (0, 1))])
 def test_wrong_routes_raise_or_warn(wrong_routes, counts):
-    agreement = {"replica": 0, "layers": {}, "findings": [[72.0, "rows"]], "parts": [], "trace": "", "wrong_rows": []}
+    agreement = {
+        "replica": 0,
+        "layers": {},
+        "findings": [[72.0, "rows"]],
+        "parts": [],
+        "layout": [],
+        "trace": "",
+        "wrong_rows": [],
+    }
     told = N(8, agreement=agreement)._replace(options=[None, 0.25, wrong_routes])
     result = GroupCheck(None).finish(told)
     assert (len(result.problems), len(result.warnings)) == counts
@@ -420,3 +432,37 @@ def test_an_empty_recording_raises_as_an_empty_replay_does():
         recording.close()
     with mrr.record(chunk, padding_token_ids=[]):
         chunk(tokens())
+
+
+def agreement_of(rank, *findings, layers=58):
+    """What a rank of 1,024 has after it compared all layers; eight tensor-parallel places."""
+    numbers = random.Random(rank)
+    sums = {
+        number: Sums(float(numbers.randrange(10_000)), *(numbers.random() * 30_000 for _ in range(4)))
+        for number in range(1, layers + 1)
+    }
+    return {
+        "replica": rank % 8,
+        "layers": sums,
+        "findings": [Finding(evidence, f"rank {rank}: {evidence}") for evidence in findings],
+        "parts": [],
+        "rows_apart": 3,
+        "layout": [],
+        "trace": "1048576 12345",
+        "wrong_rows": [],
+    }
+
+
+@pytest.mark.parametrize("evidence", [71.9, 72.0, 80.5])
+def test_a_rank_publishes_what_is_judged_and_no_more(evidence):
+    """Of 58 layers, less than 3 kB; the ranks that read it come to the same verdict."""
+    everyone = [agreement_of(rank, 3.5, 70.0, evidence, 12.0 if rank else 72.5) for rank in range(16)]
+    published = [json.loads(json.dumps(_compact(summary(agreement=each)).agreement)) for each in everyone]
+    for least in (0.01, 0.25, 0.9):
+        assert judge(published, least) == judge(everyone, least)
+    assert bool(judge(published, 1e-9).problems)
+    assert max(len(each["findings"]) for each in published) == 1
+    texts = [json.dumps(_compact(summary(agreement=each)), separators=(",", ":")) for each in everyone]
+    assert max(map(len, texts)) < 3_000
+    assert _compact(None) is None
+    assert _compact(summary()) == summary()
