@@ -17,6 +17,7 @@ from __future__ import annotations
 import enum
 import importlib.machinery
 import importlib.util
+import os
 import sys
 import types
 import warnings
@@ -156,13 +157,43 @@ def load(folder: str | Path) -> None:
     with mock.patch.dict("os.environ", building), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         package = import_module("transformer_engine")  # it finds no extension for torch, and imports the rest
-        with mock.patch.object(package.common, "load_framework_extension"):
+        with mock.patch.object(package.common, "load_framework_extension"), _triton_without_timing():
             import_module("transformer_engine.pytorch")
     distributed = sys.modules["transformer_engine.pytorch.distributed"]
     checkpoints.update({name: getattr(distributed, name) for name in ("_checkpoint_hook", "_recomputation_hook")})
     checkpoints["_CheckpointFunction.forward"] = vars(distributed._CheckpointFunction)["forward"]
     for name in absent:
         del sys.modules[name]  # transformers would believe that it is installed
+
+
+@contextmanager
+def _triton_without_timing() -> Iterator[None]:
+    """Under TRITON_INTERPRET=1, let Transformer Engine's triton kernels take the first of their configurations."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        yield
+        return
+    import triton
+
+    def autotune(configs: list[Any], key: list[str], **options: Any) -> Callable[[Any], Any]:
+        return lambda kernel: _FirstConfiguration(kernel, configs[0].kwargs)
+
+    with mock.patch.object(triton, "autotune", autotune):
+        yield
+
+
+class _FirstConfiguration:
+    """A triton kernel with constants that are not searched for."""
+
+    def __init__(self, kernel: Any, constants: dict[str, Any]) -> None:
+        self.kernel, self.constants = kernel, constants
+        self.fn, self.arg_names = kernel, getattr(kernel, "arg_names", None)
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            calls[f"triton {self.kernel.__name__}"] += 1
+            return self.kernel[grid](*args, **{**self.constants, **kwargs})
+
+        return launch
 
 
 def _unused_package(name: str) -> types.ModuleType:
@@ -188,14 +219,27 @@ class _OneGenerator:
 @contextmanager
 def on_cpu() -> Iterator[None]:
     """Answer what Transformer Engine requests of torch.cuda in a `with` block inside megatron_on_cpu(); put all back."""
-    distributed = sys.modules["transformer_engine.pytorch.distributed"]
     cuda = {
         "default_generators": _OneGenerator(),
         "device": lambda *args: nullcontext(),
-        "get_device_capability": lambda *args: (9, 0),
-        "get_device_properties": lambda *args: _Properties,
         "is_available": lambda: True,
         "is_bf16_supported": lambda *args: True,
+    }
+    with ExitStack() as stack:
+        stack.enter_context(checkpoints_on_cpu())
+        stack.enter_context(mock.patch.multiple(torch.cuda, **cuda))
+        stack.enter_context(mock.patch.object(torch.Tensor, "is_cuda", property(lambda self: True)))
+        # What Megatron-Core compiles would be compiled for that device.
+        stack.enter_context(torch._dynamo.config.patch(disable=True))
+        yield
+
+
+@contextmanager
+def checkpoints_on_cpu() -> Iterator[None]:
+    """Answer what Transformer Engine's checkpoints alone request; they keep the states of the CPU's generator."""
+    cuda = {
+        "get_device_capability": lambda *args: (9, 0),
+        "get_device_properties": lambda *args: _Properties,
     }
     random_states = {
         "_get_cuda_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
@@ -204,12 +248,8 @@ def on_cpu() -> Iterator[None]:
         "_set_cuda_rng_state": lambda state, *args, **kwargs: torch.set_rng_state(state),
         "graph_safe_rng_available": lambda: False,  # a CPU's generator has no state that a graph could register
     }
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.multiple(torch.cuda, **cuda))
-        stack.enter_context(mock.patch.multiple(distributed, **random_states))
-        stack.enter_context(mock.patch.object(torch.Tensor, "is_cuda", property(lambda self: True)))
-        # What Megatron-Core compiles would be compiled for that device.
-        stack.enter_context(torch._dynamo.config.patch(disable=True))
+    distributed = sys.modules["transformer_engine.pytorch.distributed"]
+    with mock.patch.multiple(torch.cuda, **cuda), mock.patch.multiple(distributed, **random_states):
         yield
 
 

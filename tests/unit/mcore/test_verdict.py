@@ -101,6 +101,13 @@ def test_a_layer_with_few_decisions_warns_where_one_with_more_raises(most, agree
     assert len(found.problems) == (says == "raises")
 
 
+def test_many_rows_of_a_kind_are_little_evidence():
+    """A thousand rows of one kind that disagree are those of a near-tie."""
+    assert Sums(1000, -100, 1000, -20, 127).judged is None
+    assert Sums(1000, 100, 1000, 60, 200).judged == 0.3
+    assert Sums(1000, 400, 1000, 60, 200).judged == 0.4
+
+
 @pytest.mark.parametrize(("num_wrong", "raises"), [(19, False), (20, True)])
 def test_twenty_single_rows_are_the_least_that_raise(num_wrong, raises):
     wrong = range(7, 4000, 200)[:num_wrong]  # 0.5 % of all rows
