@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -13,15 +14,16 @@ from torch import Tensor
 
 from megatron_router_replay.checks import as_integer
 from megatron_router_replay.errors import TraceError
-from megatron_router_replay.trace.ids import check_topk_indices, fill_unrouted, index_dtype
+from megatron_router_replay.trace.ids import check_topk_indices, fill_unrouted, find_outside, index_dtype
 from megatron_router_replay.trace.runs import as_slice
-from megatron_router_replay.trace.stale import find_stale_rows
+from megatron_router_replay.trace.stale import find_stale_rows, same_as_before
 from megatron_router_replay.trace.values import (
     as_int32,
     as_integer_array,
     as_integer_tensor,
     as_layer_numbers,
     as_mask,
+    as_per_token,
     check_holds_experts,
     check_topk,
     rows_of_minus_one,
@@ -48,7 +50,7 @@ def join_samples(
         raise TraceError(f"MRR101: last_token={last_token!r} must be 'unrouted' or 'routed'.")
     layer_numbers, num_experts = as_layer_numbers(layer_numbers), as_integer("num_experts", num_experts)
     masks: Sequence[Any] = [None] * len(tokens) if replay_mask is None else replay_mask
-    versions = [weight_version] * len(tokens) if _is_one(weight_version) else weight_version
+    versions = [None] * len(tokens) if _is_one(weight_version) else weight_version
     for name, values in (("routes", routes), ("replay_mask", masks), ("weight_version", versions)):
         if len(values) != len(tokens):
             raise TraceError(
@@ -58,69 +60,100 @@ def join_samples(
     if not len(tokens):
         raise TraceError("MRR102: from_samples needs a sample at least: of none, topk is not known.")
     # All tokens first: memory for the whole is allocated once, and no sample's routes are kept beside it.
-    parts: dict[str, list[Tensor]] = {"token_ids": [], "replay_mask": [], "weight_version": []}
-    for number, ids in enumerate(tokens):
-        with _naming(number):
-            parts["token_ids"].append(_token_ids(ids))
-    lengths = tuple(ids.numel() for ids in parts["token_ids"])
-    indices: Tensor | None = None
-    first = 0
-    for number, (ids, mask, version) in enumerate(zip(parts["token_ids"], masks, versions, strict=True)):
-        with _naming(number):
-            rows, routed = _sample(ids, routes[number], mask, num_experts, layer_numbers, last_token)
+    token_ids, lengths = _join_tokens(tokens)
+    ends = list(accumulate(lengths, initial=0))
+    mask = np.zeros(ends[-1], np.bool_)
+    indices: Array | None = None
+    for number, (start, stop) in enumerate(pairwise(ends)):
+        try:
+            rows, routed = _sample(stop - start, routes[number], masks[number], num_experts, layer_numbers, last_token)
             if indices is None:
                 check_topk(rows.shape[2], num_experts)
-                shape = sum(lengths), len(layer_numbers), rows.shape[2]
-                indices = torch.empty(shape, dtype=index_dtype(num_experts))
+                shape, dtype = (ends[-1], len(layer_numbers), rows.shape[2]), index_dtype(num_experts)
+                indices = torch.empty(shape, dtype=dtype).numpy()
+        except TraceError as error:
+            raise _of_sample(number, error) from error
         if rows.shape[2] != indices.shape[2]:
             raise TraceError(f"MRR102: sample {number} has topk={rows.shape[2]}, sample 0 has another.")
-        with _naming(number):
-            _copy(rows, indices[first : first + len(rows)], routed, ids, num_experts, layer_numbers)
-            if version is not None:
-                parts["weight_version"].append(_version(version, ids.numel()))
-        parts["replay_mask"].append(routed)
-        first += ids.numel()
+        place = slice(start, start + len(rows))
+        mask[place] = routed
+        # A cast would wrap 300 to 44, and rows without a route may hold anything.
+        if rows.dtype == indices.dtype or find_outside(rows, num_experts=num_experts) is None:
+            indices[place] = rows
+        else:
+            out, checked = torch.from_numpy(indices[place]), torch.from_numpy(mask[place])
+            with _naming(number):
+                check_topk_indices(
+                    rows, num_experts=num_experts, layer_numbers=layer_numbers, replay_mask=checked, out=out
+                )
     assert indices is not None, "there is a sample"
-    if 0 < len(parts["weight_version"]) < len(lengths):
-        raise TraceError(
-            f"MRR102: {len(parts['weight_version'])} of {len(lengths)} samples have a weight_version: give all or none one."
-        )
-    per_token = {name: torch.cat(values) for name, values in parts.items() if values}
-    fill_unrouted(indices, per_token["replay_mask"], num_experts=num_experts)
+    joined, joined_mask = torch.from_numpy(indices), torch.from_numpy(mask)
+    fill_unrouted(joined, joined_mask, num_experts=num_experts)
+    _check(joined, mask, token_ids, ends, num_experts, layer_numbers)
     return {
         "num_experts": num_experts,
         "layer_numbers": layer_numbers,
         "sequence_lengths": lengths,
-        "topk_indices": indices,
-        **per_token,
+        "topk_indices": joined,
+        "replay_mask": joined_mask,
+        "token_ids": torch.from_numpy(token_ids),
+        "weight_version": _join_versions(weight_version, lengths),
     }
+
+
+def _of_sample(number: int, error: TraceError) -> TraceError:
+    """Return an error with the number of its sample: a rollout has thousands."""
+    return TraceError(f"MRR102: sample {number}: {error}")
 
 
 @contextmanager
 def _naming(number: int) -> Iterator[None]:
-    """Name the sample in errors of the block: a rollout has thousands."""
     try:
         yield
     except TraceError as error:
-        raise TraceError(f"MRR102: sample {number}: {error}") from error
+        raise _of_sample(number, error) from error
 
 
-def _token_ids(tokens: Any) -> Tensor:
-    """Return a sample's tokens, [T] int32, a copy."""
-    ids = as_integer_tensor("tokens", tokens).cpu()
-    if ids.dim() != 1:
-        raise TraceError(f"MRR102: tokens must be [T] and routes [T, layers, topk], got tokens {list(ids.shape)}.")
-    if ids.numel() and int(ids.min()) < 0:
-        raise TraceError(f"MRR101: token {int(ids.min())} at position {int(ids.argmin())} is no token id.")
-    return as_int32("token_ids", ids)
+def _join_tokens(tokens: Sequence[Any]) -> tuple[Array, tuple[int, ...]]:
+    """Return the tokens of all samples, [num_tokens] int32, and the length of each."""
+    samples = []
+    for number, each in enumerate(tokens):
+        with _naming(number):
+            ids = as_integer_array("tokens", each)
+            if ids.ndim != 1:
+                raise TraceError(
+                    f"MRR102: tokens must be [T] and routes [T, layers, topk], got tokens {list(ids.shape)}."
+                )
+        samples.append(ids)
+    lengths = tuple(map(len, samples))
+    joined = np.empty(sum(lengths), np.int32)
+    for number, (ids, stop) in enumerate(zip(samples, accumulate(lengths))):
+        if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= 2**31):
+            with _naming(number):
+                if int(ids.min()) < 0:
+                    raise TraceError(f"MRR101: token {int(ids.min())} at position {int(ids.argmin())} is no token id.")
+                raise TraceError(f"MRR101: token_ids reach {int(ids.max())}, which int32 cannot hold.")
+        joined[stop - len(ids) : stop] = ids
+    return joined, lengths
 
 
-def _version(version: Any, length: int) -> Tensor:
-    """Return a sample's weight version, [T] int32."""
-    given = as_integer_tensor("weight_version", version).cpu()
-    if given.shape not in ((), (length,)):
-        raise TraceError(f"MRR102: weight_version must be one or [{length}], got {list(given.shape)}.")
-    return as_int32("weight_version", given.expand(length))
+def _join_versions(weight_version: Any, lengths: Sequence[int]) -> Tensor | None:
+    """Return the weight version of all samples, [num_tokens] int32; None: there is none."""
+    if _is_one(weight_version):
+        return as_per_token("weight_version", weight_version, sum(lengths))
+    versions = []
+    for number, (version, length) in enumerate(zip(weight_version, lengths, strict=True)):
+        if version is not None:
+            with _naming(number):
+                given = as_integer_tensor("weight_version", version).cpu()
+                if given.shape not in ((), (length,)):
+                    raise TraceError(f"MRR102: weight_version must be one or [{length}], got {list(given.shape)}.")
+                versions.append(as_int32("weight_version", given.expand(length)))
+    if 0 < len(versions) < len(lengths):
+        raise TraceError(
+            f"MRR102: {len(versions)} of {len(lengths)} samples have a weight_version: give all or none one."
+        )
+    return torch.cat(versions) if versions else None
 
 
 def _is_one(weight_version: Any) -> bool:
@@ -129,15 +162,15 @@ def _is_one(weight_version: Any) -> bool:
 
 
 def _sample(
-    ids: Tensor,
+    length: int,
     routes: Any,
     mask: Any,
     num_experts: int,
     layer_numbers: tuple[int, ...],
     last_token: str | None,
-) -> tuple[Array, Tensor]:
-    """Return the routes that a sample may have, [T or T - 1, layers, topk], and its mask, [T] bool."""
-    rows, length = as_integer_array("routes", routes), ids.numel()
+) -> tuple[Array, Array | bool]:
+    """Return the rows that a sample of T tokens may have, [T or T - 1, layers, topk], and which are routes; True: all."""
+    rows = as_integer_array("routes", routes)
     if rows.ndim != 3:
         raise TraceError(
             f"MRR102: tokens must be [T] and routes [T, layers, topk], got [{length}] and {list(rows.shape)}."
@@ -152,29 +185,51 @@ def _sample(
             f"MRR302: {len(rows)} rows of routes for {length} tokens: expected {expected}. Mark rows without a route "
             f"with -1 in every layer.{swapped}"
         )
-    routed = torch.zeros(length, dtype=torch.bool)
-    routed[: len(rows)] = torch.from_numpy(~rows_of_minus_one(rows))
-    _check_ends(rows, routed[: len(rows)], mask, length, last_token)
+    # Rows of -1 have no route. An unsigned dtype cannot mark them so.
+    routed: Array | bool = ~rows_of_minus_one(rows) if rows.dtype.kind == "i" else True
+    if rows.dtype.kind == "i" or mask is not None or len(rows) == length:
+        routed = np.broadcast_to(routed, len(rows))
+        _check_ends(rows, routed, mask, length, last_token)
     if mask is not None:
-        routed &= as_mask("replay_mask", mask, length)
-    if last_token != "routed" and length:
-        routed[-1], rows = False, rows[: length - 1]  # the engine never ran it
+        routed = routed & as_mask("replay_mask", mask, length).numpy()[: len(rows)]
+    if last_token != "routed" and len(rows) == length:  # the engine never ran it
+        rows, routed = rows[: length - 1], routed if isinstance(routed, bool) else routed[: length - 1]
     return rows, routed
 
 
-def _copy(
-    rows: Array, memory: Tensor, routed: Tensor, ids: Tensor, num_experts: int, layer_numbers: tuple[int, ...]
+def _check(
+    indices: Tensor,
+    mask: Array,
+    token_ids: Array,
+    ends: Sequence[int],
+    num_experts: int,
+    layer_numbers: tuple[int, ...],
 ) -> None:
-    """Check a sample's routes and copy them, [n, layers, topk], into the memory of its first n tokens."""
-    routed, ids = routed[: len(rows)], ids[: len(rows)]
-    check_topk_indices(rows, num_experts=num_experts, layer_numbers=layer_numbers, replay_mask=routed, out=memory)
-    if layer_numbers and (runs := find_stale_rows(memory.numpy(), ids.numpy(), routed.numpy())):
-        raise TraceError(
-            f"MRR103: {runs[0].describe()} Leave such rows to the live router: -1 in every layer, or replay_mask."
-        )
+    """Raise if a sample has a route that no router can have chosen, or one row over many tokens that differ.
+
+    All samples are checked together, for most are short. Rows without a route have legal ids by now.
+    """
+    options: dict[str, Any] = {"num_experts": num_experts, "layer_numbers": layer_numbers}
+    try:
+        check_topk_indices(indices, **options)
+    except TraceError:
+        for number, (start, stop) in enumerate(pairwise(ends)):
+            with _naming(number):
+                check_topk_indices(indices[start:stop], **options)
+        raise
+    if not layer_numbers:
+        return
+    suspects = np.flatnonzero(same_as_before(indices.numpy(), mask)) + 1
+    for number in np.unique(np.searchsorted(ends, suspects, side="right") - 1).tolist():
+        rows = slice(ends[number], ends[number + 1])
+        if runs := find_stale_rows(indices[rows].numpy(), token_ids[rows], mask[rows]):
+            with _naming(number):
+                raise TraceError(
+                    f"MRR103: {runs[0].describe()} Leave such rows to the live router: -1 in every layer, or replay_mask."
+                )
 
 
-def _check_ends(rows: Array, routed: Tensor, mask: Any, length: int, last_token: str | None) -> None:
+def _check_ends(rows: Array, routed: Array, mask: Any, length: int, last_token: str | None) -> None:
     """Raise if the rows look as if they belonged to the neighbours of their tokens.
 
     Args:

@@ -20,6 +20,9 @@ _BITS = 40
 _LEAST_BITS_OF_A_PAIR = 4
 """Where two tokens share a row more often than once in 16 times, long runs are no fault: a text may stay with one expert."""
 
+_COMPARED_ROWS = 4096
+"""Rows that are compared at a time, so that the comparison takes little memory."""
+
 _COMPARED_FIRST = 16
 """Ids of a row that are compared first: hardly any neighbours are equal in these, so the rest is hardly ever read."""
 
@@ -51,12 +54,8 @@ def find_stale_rows(
         replay_mask: [num_tokens] bool; rows without a route end a run.
     """
     num_tokens, num_layers, topk = indices.shape
-    flat = indices.reshape(num_tokens, num_layers * topk)
-    same = replay_mask[1:] & replay_mask[:-1]
-    same &= (flat[1:, :_COMPARED_FIRST] == flat[:-1, :_COMPARED_FIRST]).all(axis=1)
-    at = np.flatnonzero(same)
-    same[at] = (flat[at + 1] == flat[at]).all(axis=1)
-    if not same.any() or not flat.shape[1]:
+    same = same_as_before(indices, replay_mask)
+    if not same.any() or not num_layers * topk:
         return []
     edges = np.diff(np.concatenate([[0], same.view(np.int8), [0]]))
     runs = [
@@ -80,6 +79,20 @@ def find_stale_rows(
         return []
     needed = _BITS + math.log2(num_tokens)
     return [run for run in runs if (run.num_tokens - 1) * bits >= needed]
+
+
+def same_as_before(indices: npt.NDArray[Any], replay_mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Return [num_tokens - 1] bool, True: row i + 1 is the same in every layer as row i, and both are routes."""
+    flat = indices.reshape(len(indices), indices.shape[1] * indices.shape[2])
+    same = replay_mask[1:] & replay_mask[:-1]
+    for start in range(0, len(same), _COMPARED_ROWS):
+        block = flat[start : start + _COMPARED_ROWS + 1, :_COMPARED_FIRST]
+        same[start : start + _COMPARED_ROWS] &= (block[1:] == block[:-1]).all(axis=1)
+    at = np.flatnonzero(same)
+    for start in range(0, len(at), _COMPARED_ROWS):
+        block = at[start : start + _COMPARED_ROWS]
+        same[block] = (flat[block + 1] == flat[block]).all(axis=1)
+    return same
 
 
 def _bits_of_layers(rows: npt.NDArray[Any]) -> float:

@@ -43,7 +43,7 @@ def unlike(trace: RoutingTrace, first: int, other: int, count: int) -> str:
     starts.clamp_(max=max(0, len(rows) - _WINDOW))  # the last window is as long as the others
     positions = torch.arange(min(_WINDOW, len(rows)), device=rows.device)
     kinds, least = _kinds(one), _ALIKE * (len(positions) / _WINDOW) ** 0.5
-    for some in starts.split(_MOST_WINDOWS):
+    for some in torch.split(starts, _MOST_WINDOWS):
         at = some.unsqueeze(1) + positions
         of_rows = kinds[at].transpose(1, 2)  # [windows, layers, rows]
         weights = 1 / (of_rows.unsqueeze(3) == of_rows.unsqueeze(2)).sum(3)

@@ -206,8 +206,8 @@ class RecordedRoutes(Microbatches):
                 )
             mask = seen
         mask = torch.ones(length, dtype=torch.bool) if mask is None else mask
-        check_topk_indices(indices, num_experts=num_experts, layer_numbers=layer_numbers, replay_mask=mask)
-        fill_unrouted(indices, mask, num_experts=num_experts)
+        fill_unrouted(indices, mask, num_experts=num_experts)  # with legal ids, so that all rows are checked alike
+        check_topk_indices(indices, num_experts=num_experts, layer_numbers=layer_numbers)
         return RoutingTrace.from_checked(
             topk_indices=indices,
             layer_numbers=layer_numbers,

@@ -99,7 +99,7 @@ def moe_routers(chunks: list[Any], *, mtp: bool = False) -> list[Any]:
     from megatron.core.transformer.moe.router import TopKRouter
 
     named = [each for chunk in chunks for each in chunk.named_modules()]
-    return [module for name, module in named if isinstance(module, TopKRouter) and name.startswith("mtp") == mtp]
+    return [module for name, module in named if isinstance(module, TopKRouter) and ("mtp" in name.split(".")) == mtp]
 
 
 def set_in_configs(chunks: list[Any], **fields: Any) -> None:
