@@ -31,7 +31,7 @@ def test_a_process_that_waits_goes_on_when_the_last_one_comes(pair):
     for meeting in range(1, 4):
         thread = threading.Thread(target=first._meet, args=(timedelta(seconds=1), float("inf")))
         thread.start()
-        while first._store.add("arrived", 0) < 2 * meeting - 1:
+        while last._store.add("arrived", 0) < 2 * meeting - 1:  # a client serves one call at a time, and `first` waits
             pass
         last._meet(timedelta(seconds=1), float("inf"))
         thread.join(SOON_S)
