@@ -207,5 +207,7 @@ def hidden_from_selective_checkpoint() -> AbstractContextManager[Any]:
 
 def layer_of(router: Any) -> str:
     """Return a router's name for messages; layers of an MTP block count from 1 in Megatron-Core since 0.17."""
+    if getattr(router, "layer_number", 0) is None:
+        return f"a {type(router).__name__}"  # which is called without its router
     mtp = "MTP " if getattr(router, "is_mtp_layer", False) else ""
     return f"{mtp}layer {getattr(router, 'layer_number', '?')}"

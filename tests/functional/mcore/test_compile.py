@@ -68,8 +68,9 @@ def test_compiled_routers_under_sessions_do_as_eager_ones(megatron):
     def check_report(report: Any) -> None:
         forwards = NUM_LAYERS * case.num_microbatches
         assert (report.forwards, report.recomputes) == (forwards, forwards)
-        assert report.decisions["wrong"] == 0
-        assert report.decisions["verified"] > 0
+        if report.kind == "replay":
+            assert report.decisions["wrong"] == 0
+            assert report.decisions["verified"] > 0
 
     for seed in (7, 8):
         mask = torch.arange(case.num_tokens) % 5 != 0
@@ -166,5 +167,5 @@ def test_the_drop_in_refuses_to_be_captured(capture):
     mrr.mcore.RouterReplay.clear_global_router_replay_instances()
     replay.set_target_indices(random_routes(16, 1)[:, 0])
     replay.set_router_replay_action(mrr.mcore.RouterReplayAction.REPLAY_FORWARD)
-    with pytest.raises(ReplayStateError, match="REPLAY_FORWARD is captured into a graph"):
+    with pytest.raises(ReplayStateError, match="a RouterReplay is captured into a graph"):
         capture(Selection(replay), torch.rand(16, 8))

