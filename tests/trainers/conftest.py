@@ -21,7 +21,7 @@ def trainer(request, tmp_path):
 
 
 @pytest.fixture
-def chunks(request):
+def chunks(request, trainer):
     params = request.node.callspec.params if hasattr(request.node, "callspec") else {}
     # Only Megatron-RL's engine records with Megatron-Core's RouterReplay here.
     return small_model.build(ParallelSizes(), moe_enable_routing_replay=params.get("name") == "megatron_rl", **FULL)

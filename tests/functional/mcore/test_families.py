@@ -19,7 +19,7 @@ from torch import Tensor
 import megatron_router_replay as mrr
 from megatron_router_replay.testing import ParallelSizes
 from tests.functional.mcore.cases import DRAWN, FULL, MEGATRON, MTP_RECOMPUTE, in_backward, model_inputs, moe_routers
-from tests.support.families import FAMILIES, MLA
+from tests.support.families import FAMILIES
 from tests.support.gradients import gradients
 from tests.support.schedule import random_microbatches
 from tests.support.tiny_gpt import build_tiny_gpt, tiny_gpt_config
@@ -81,8 +81,6 @@ def build(family: str, scale: int) -> Any:
         pytest.skip("Megatron-Core has no HybridModel before 0.18")
     if pattern:
         options["num_layers"] = len(pattern)
-    if MEGATRON < (0, 17):  # its MLA needs Transformer Engine
-        options = {name: value for name, value in options.items() if name not in MLA} | {"num_query_groups": 1}
     layout = ParallelSizes()
     layout.initialize()
     config = tiny_gpt_config(layout, **options, **(MTP_RECOMPUTE if options.get("mtp_num_layers") else FULL))
