@@ -71,7 +71,7 @@ def _fill(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_off(manager: Any) -> bool:
-    return manager is _manager() and not replayer.active().audits
+    return manager is _manager() and replayer.is_installed() and not replayer.active().audits
 
 
 def _register(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:

@@ -256,10 +256,13 @@ def make_trace(chunks: Any, tokens: Sequence[Any], routes: Sequence[Any], last_t
     """Return the trace of samples as a trainer has them; see `TrainerReplay.enter`."""
     from megatron_router_replay.mcore.model.find import as_chunks, unwrap
     from megatron_router_replay.mcore.model.layers import layer_numbers_of
+    from megatron_router_replay.mcore.model.upstream import num_hash_layers
 
     chunks = as_chunks(chunks)
-    numbers = layer_numbers_of(chunks)
     config: Any = unwrap(chunks[0]).config
+    moe_layers = layer_numbers_of(chunks)
+    # A table of token ids routes DeepSeek-V4's first layers. Engines send zeros there, or ids that need not be distinct.
+    numbers = tuple(number for number in moe_layers if number > num_hash_layers(config))
     if missing := [i for i, each in enumerate(routes) if each is None]:
         raise PayloadError(
             f"MRR802: samples {missing[:8]} have no routes, and others have: drop them from the rollout."
@@ -268,8 +271,11 @@ def make_trace(chunks: Any, tokens: Sequence[Any], routes: Sequence[Any], last_t
     for i, part in enumerate(rows):
         if part.dim() != 3 or part.shape[1] == len(numbers):
             continue
+        if part.shape[1] == len(moe_layers):
+            rows[i] = part[:, -len(numbers) :]
+            continue
         # An engine fills dense layers with 0 and trainers with -1: anything else is a route in the wrong layer.
-        dense = sorted(set(range(part.shape[1])) - {number - 1 for number in numbers})
+        dense = sorted(set(range(part.shape[1])) - {number - 1 for number in moe_layers})
         if bool((part[:-1, dense].to(torch.int16) > 0).any()):
             raise LayoutError(
                 f"MRR802: sample {i} has routes in layers {[column + 1 for column in dense]}, which are dense: the layers "

@@ -18,9 +18,13 @@ from megatron.core.transformer.moe import router as router_module
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_router_replay.mcore.core import hooks
+from megatron_router_replay.mcore.model.upstream import asks_manager
 from megatron_router_replay.trainers.seams import source_of
 
 _topk_routing = moe_utils.topk_routing_with_score_function
+
+IS_IMPORTED = asks_manager(_topk_routing)
+"""The Megatron-Core of this process is miles' own, and no stand-in."""
 
 
 class Manager:
@@ -100,7 +104,8 @@ def as_advised(*args: Any, is_mtp: bool = False, router_replay: Any = None, **op
 
 # A fork has its own signatures: what takes any keyword would pass for Megatron-Core's own.
 def _signature(function: Any, *names: str) -> Any:
-    parameters = [each for each in inspect.signature(_topk_routing).parameters.values() if each.name != "router_replay"]
+    known = ("router_replay", *names)
+    parameters = [each for each in inspect.signature(_topk_routing).parameters.values() if each.name not in known]
     extra = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names]
     function.__signature__ = inspect.Signature([*parameters, *extra])
     return function
@@ -120,6 +125,10 @@ def install(patch: pytest.MonkeyPatch, name: str, manager: Manager | None = None
         name: of FORKS.
         manager: of a stand-in for `miles.utils.replay_base`; None: that module is a trainer's.
     """
+    if IS_IMPORTED:
+        if name == "unknown":
+            patch.setattr(router_module, "topk_routing_with_score_function", FORKS[name])
+        return
     routing = textwrap.dedent(f"    {source_of(inspect.getsource(router_module), 'TopKRouter.routing')}")
     argument = "router_replay=self.router_replay"
     assert argument in routing

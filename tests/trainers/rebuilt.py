@@ -1,6 +1,7 @@
 """The functions of each trainer that our hooks need, rebuilt in a few lines, with passes that go through schedules.
 
-Each `run(schedule, forward_only)` is `passes` of `steps.py`. Facts of the trainers' code, none of its text.
+Each `run(schedule, forward_only)` is `passes` of `steps.py`. Facts of the trainers' code, none of its text. miles' runs on a
+Megatron-Core whose routers ask its manager, as its own Megatron-LM.
 """
 
 import importlib.util
@@ -9,6 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
+from tests.support import miles_fork
 from tests.trainers.stand_ins import trainer_imports
 
 SLIME = {
@@ -53,13 +57,14 @@ class MegatronTrainRayActor:
 MILES = {
     "miles/utils/replay_base.py": """
 class BaseReplayManager:
-    stage = "fallthrough"
+    stage, enabled = "fallthrough", True
 
     def register_to_module(self, module, attr_name):
         raise AssertionError("miles' own replay is on")
 
     def get_topk_fn(self, old_topk_fn, return_probs):
-        raise AssertionError("miles' own replay is on")
+        assert self.stage == "fallthrough", "miles' own replay is on"
+        return old_topk_fn
 
 routing_replay_manager, indexer_replay_manager = BaseReplayManager(), BaseReplayManager()
 """,
@@ -399,7 +404,9 @@ def imports(folder: Path, files: dict[str, str]) -> Iterator[None]:
     packages = sorted({name.partition("/")[0] for name in files})
     write(folder, files)
     if packages != ["megatron"]:
-        with trainer_imports(str(folder), packages):
+        with trainer_imports(str(folder), packages), pytest.MonkeyPatch.context() as patch:
+            if packages == ["miles"]:
+                miles_fork.install(patch, "miles-main")  # its routers ask miles' manager
             yield
         return
     # Among the modules of Megatron-Core, which stay.

@@ -9,9 +9,16 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 
 import megatron_router_replay as mrr
-from megatron_router_replay.errors import LayoutError, PayloadError, ReplayStateError, RouterReplayError
+from megatron_router_replay.errors import (
+    LayoutError,
+    PayloadError,
+    ReplayStateError,
+    RouterReplayError,
+    UnsupportedRouterError,
+)
 from megatron_router_replay.testing import ParallelSizes
 from megatron_router_replay.trainers import miles, replayer, slime
+from tests.support import miles_fork
 from tests.trainers import oracle, small_model
 from tests.trainers.steps import ARGS, passes, samples
 
@@ -66,6 +73,17 @@ def train(name, chunks):
     with oracle.watched(chunks, oracle.routes_of_tokens(ids, routes)) as seen:
         actor_of(name, chunks).train_actor({"tokens": ids, "rollout_routed_experts": routes}, run)
     return seen.counts()
+
+
+@pytest.mark.parametrize("name", ["slime", "miles"])
+def test_a_megatron_core_that_cannot_replay_is_refused_before_a_model_is_built(name, trainer, monkeypatch):
+    """As each trainer's module installs its replay; an audit takes any."""
+    miles_fork.install(monkeypatch, "unknown")
+    with pytest.raises(UnsupportedRouterError, match=r"MRR402: .* Is \S+ a fork\?"):
+        {"slime": slime, "miles": miles}[name].init(ARGS)
+    assert not replayer.is_installed()
+    monkeypatch.setenv("MRR_AUDIT", "1")
+    {"slime": slime, "miles": miles}[name].init(ARGS)
 
 
 @pytest.mark.parametrize(("name", "edits", "message"), LEAVING)
@@ -241,6 +259,24 @@ def test_rows_of_the_moe_layers_alone_and_of_more_experts_than_layers_are_taken(
         assert torch.equal(whole.topk_indices, alone.topk_indices)
     rows[0][-2, 0, 0] = 1
     with pytest.raises(LayoutError, match=r"MRR802: sample 0 has routes in layers \[1\], which are dense"):
+        replayer.make_trace(chunks, ids, rows, "unrouted")
+
+
+@pytest.mark.parametrize("field", ["moe_n_hash_layers", "dsv4_n_hash_layers"])
+def test_layers_that_a_table_of_tokens_routes_are_left_out_whatever_an_engine_sends_there(field, trainer, chunks):
+    """DeepSeek-V4's first ones; here layer 2, after a dense one."""
+    ids, routes = samples()
+    setattr(chunks[0].config, field, 2)
+    for fill in (0, 5):  # nothing, or one id again and again
+        rows = [part.clone() for part in routes]
+        for part in rows:
+            part[:, 1] = fill
+        for columns in ([0, 1, 2, 3], [1, 2, 3], [2, 3]):
+            trace = replayer.make_trace(chunks, ids, [part[:, columns] for part in rows], "unrouted")
+            assert trace.layer_numbers == (3, 4)
+            assert torch.equal(trace.topk_indices[: len(ids[0]) - 1].long(), routes[0][:, 2:])
+    rows[1][0, 0, 0] = 7
+    with pytest.raises(LayoutError, match=r"MRR802: sample 1 has routes in layers \[1\], which are dense"):
         replayer.make_trace(chunks, ids, rows, "unrouted")
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from megatron_router_replay.checks import warn
-from megatron_router_replay.errors import LayoutError, ReplayStateError
+from megatron_router_replay.errors import LayoutError, ReplayStateError, listed
 from megatron_router_replay.mcore.batches import misfit
 from megatron_router_replay.mcore.batches.inputs import (
     ForwardInputs,
@@ -27,7 +27,7 @@ from megatron_router_replay.mcore.batches.inputs import (
     context_parallel_group,
     received_shape,
 )
-from megatron_router_replay.mcore.batches.misfit import Misfit, Names
+from megatron_router_replay.mcore.batches.misfit import CUT, PADDED_LEFT, Misfit, Names
 from megatron_router_replay.mcore.batches.row_inputs import RowInputs
 from megatron_router_replay.mcore.batches.samples import (
     PADDING_ALONE,
@@ -83,6 +83,9 @@ class RowLookup:
         trace: of the session, with tokens and samples.
         padding_token_ids: the tokens of padding; None: not declared.
         cp_partition_mode: how sequences are split over context-parallel ranks; None: as packed_seq_params says, else zigzag.
+
+    Attributes:
+        layout: facts of the layout of forwards so far, for which attention may see different tokens than the engine's.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class RowLookup:
         self._padding = self._reader.padding_token_ids
         self._trace = trace
         self._compared: set[Any] = set()
+        self.layout: set[str] = set()
 
     def find(self, module: nn.Module, inputs: ForwardInputs, where: str) -> RowInputs:
         """Return the rows of a forward on this rank.
@@ -199,7 +203,7 @@ class RowLookup:
             more = f" ({len(problems) - 1} more sequences of this forward do not fit either)" if problems[1:] else ""
             place = f"{where}, {segments.place(int(segments.start[number]) + problem.at)}, sequence {number}"
             raise LayoutError(problem.message(place) + more)
-        self._warn_of_bos(segments, tokens, readings, where)
+        self._warn_of_tokens_in_front(segments, tokens, readings, where)
         return readings
 
     def _read_one(
@@ -232,6 +236,7 @@ class RowLookup:
                 declared=self._padding,
                 lengths_known=segments.lengths_known,
                 may_pad_left=segments.searches_left,
+                runs_differ=_runs_differ(segments, tokens, int(tokens[start + best.start + best.known])),
             )
         if len(explained) > 1:
             return misfit.two_starts(names, best)
@@ -264,17 +269,45 @@ class RowLookup:
         self._compared.add(compared)
         return None
 
-    def _warn_of_bos(self, segments: Segments, tokens: Any, readings: list[Reading], where: str) -> None:
-        """Warn if one declared token stands in front of each sequence: a BOS token that the engine did not have."""
-        starts = {each.start for each in readings if each.known}
-        if starts == {1} and segments.searches_left:
-            first = int(segments.start[next(number for number, each in enumerate(readings) if each.known)])
+    def _warn_of_tokens_in_front(self, segments: Segments, tokens: Any, readings: list[Reading], where: str) -> None:
+        """Warn if the same declared tokens stand in front of each sequence: a BOS token, or a second chat template.
+
+        One token several times looks like padding.
+        """
+        if segments.is_cut:
+            self.layout.add(CUT)
+        if segments.start is segments.begin and not any(each.start for each in readings):
+            return
+        fronts = {
+            tuple(tokens[begin : start + each.start].tolist())
+            for begin, start, each in zip(segments.begin.tolist(), segments.start.tolist(), readings)
+            if each.known
+        }
+        if any(fronts):
+            self.layout.add(PADDED_LEFT)
+        if len(fronts) != 1 or not segments.searches_left:
+            return
+        (front,) = fronts
+        if len(front) == 1 or len(set(front)) > 1:
+            first = int(segments.begin[next(number for number, each in enumerate(readings) if each.known)])
             warn(
                 "a token in front",
-                f"{where}, {segments.place(first)}: each sequence begins with one token {int(tokens[first])}, which "
-                "is declared as padding. If it is a BOS token that the engine did not have, routes are of other prefixes.",
+                f"{where}, {segments.place(first)}: each sequence begins with {_listed(front)}, declared as padding. If "
+                "the engine did not have that (a BOS token, a second chat template), all routes are of other prefixes: give "
+                "the engine the same token ids, or leave it out in training.",
                 once=True,
             )
+
+
+def _runs_differ(segments: Segments, tokens: Any, token: int) -> bool:
+    """Return if a token stands in different numbers in front of the sequences of a forward."""
+    others = np.append(np.flatnonzero(tokens != token), len(tokens))
+    past = np.minimum(others[np.searchsorted(others, segments.begin)], segments.end)
+    return len(np.unique(past - segments.begin)) > 1
+
+
+def _listed(front: tuple[int, ...]) -> str:
+    return f"one token {front[0]}" if len(front) == 1 else f"the tokens {listed(front)}"
 
 
 def _columns(readings: list[Reading]) -> Any:

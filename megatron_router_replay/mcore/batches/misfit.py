@@ -10,6 +10,16 @@ _CHANCE = 8
 """Up to so many equal tokens, a sequence and the beginning of a sample may be equal by chance."""
 
 
+PADDED_LEFT = (
+    "padding stands in front of sequences: if attention sees it (no attention_mask hides it), no token has its routes"
+)
+CUT = (
+    "position_ids alone separate the sequences of a row: give the model packed_seq_params, or an attention_mask of blocks, "
+    "unless attention separates them already"
+)
+"""What the layout of a session's forwards may have done to all routes; see `RowLookup.layout`."""
+
+
 class Misfit(NamedTuple):
     """An error about a sequence.
 
@@ -47,6 +57,7 @@ def no_sample(
     declared: tuple[int, ...] | None,
     lengths_known: bool,
     may_pad_left: bool,
+    runs_differ: bool = False,
 ) -> Misfit:
     """Return why a sequence is not explained.
 
@@ -56,6 +67,7 @@ def no_sample(
         declared: the tokens of padding; None: not declared.
         lengths_known: the number of tokens is known, so there is no padding.
         may_pad_left: padding may precede the sequence.
+        runs_differ: in front of the sequences of this forward, its first token stands in different numbers.
     """
     samples, at = names.samples, reading.start + reading.known
     rest = tokens[at : at + reading.live]
@@ -63,7 +75,11 @@ def no_sample(
     is_constant = run == len(rest)
     argument = f"padding_token_ids={[*(declared or ()), token]}"
     if not reading.known:
-        return _no_beginning(names, rest, at, run, argument, lengths_known=lengths_known, may_pad_left=may_pad_left)
+        # A token of a second chat template, declared as padding, would be accepted, with routes of other prefixes.
+        may_pad = not lengths_known and (run > 1 or (may_pad_left and runs_differ))
+        return _no_beginning(
+            names, rest, at, run, argument, lengths_known=lengths_known, may_pad_left=may_pad_left, may_pad=may_pad
+        )
     sample = names.of(reading.row)
     if is_constant and not lengths_known and (reading.is_whole or run > 1):
         whose = "all tokens" if reading.is_whole else f"the first {reading.known} tokens"
@@ -117,7 +133,15 @@ def _advice(tokens: Any, rest: Any, declared: tuple[int, ...], *, may_pad_left: 
 
 
 def _no_beginning(
-    names: Names, tokens: Any, at: int, run: int, argument: str, *, lengths_known: bool, may_pad_left: bool
+    names: Names,
+    tokens: Any,
+    at: int,
+    run: int,
+    argument: str,
+    *,
+    lengths_known: bool,
+    may_pad_left: bool,
+    may_pad: bool,
 ) -> Misfit:
     samples, token = names.samples, int(tokens[0])
     known = samples.num_known(keys_of(tokens[run:]))
@@ -131,7 +155,7 @@ def _no_beginning(
         )
     if begins:
         row = samples.read(0, keys_of(tokens[run : run + known]), known, known).row
-        padding = "" if lengths_known or not may_pad_left else f" If it is padding, say {argument}."
+        padding = f" If it is padding, say {argument}." if may_pad and may_pad_left else ""
         return Misfit(
             at,
             f"MRR206: no sample of the trace begins with token {token}, but from the next one on it holds {names.of(row)}. "
@@ -144,7 +168,7 @@ def _no_beginning(
         at,
         f"MRR206: no sample of the trace begins with token {token}, nor with what follows it. Is this batch of another "
         "rollout, or was it cut on the left? An evaluation runs inside `with session.paused():`."
-        + ("" if lengths_known else f" If it is padding, say {argument}."),
+        + (f" If it is padding, say {argument}." if may_pad else ""),
     )
 
 

@@ -31,6 +31,7 @@ class Segments:
         searches_left: padding of unknown length may precede the tokens.
         flat: [cp_size, n] int64, the flat position of each position of each rank; None: one rank has all, in order.
         jumps: flat positions whose position id does not follow the one before, and that begin no segment.
+        is_cut: position ids cut rows of the batch.
     """
 
     shape: tuple[int, int]
@@ -42,6 +43,7 @@ class Segments:
     searches_left: bool = False
     flat: Any = None
     jumps: Any = ()
+    is_cut: bool = False
 
     @classmethod
     def of(
@@ -115,7 +117,9 @@ class Segments:
         jumps[:, 1:] = ~(is_step | restarts[:, 1:])
         begin = np.sort(np.concatenate([self.begin, np.flatnonzero(restarts)]))
         end = np.append(begin[1:], rows.size)
-        return replace(self, begin=begin, end=end, start=begin, stop=end, jumps=np.flatnonzero(jumps))
+        return replace(
+            self, begin=begin, end=end, start=begin, stop=end, jumps=np.flatnonzero(jumps), is_cut=bool(restarts.any())
+        )
 
     def with_lengths(self, padding_mask: Any) -> Segments:
         """Return the Segments with the lengths that a padding mask gives.

@@ -1,9 +1,7 @@
 """Choose the experts of a call of `TopKRouter.routing`.
 
-Megatron-Core requests the experts of an object by `get_replay_topk`:
-
-in a session      a RoutingCall, which the hook on `TopKRouter.routing` passes in place of `router.router_replay`
-without one       our subclass of its RouterReplay, if an action is set: it returns the result of a new RoutingCall
+Megatron-Core requests the experts of an object by `get_replay_topk`: of a RoutingCall, which the hook on `TopKRouter.routing`
+passes in place of `router.router_replay`.
 """
 
 from __future__ import annotations
@@ -24,10 +22,10 @@ from megatron_router_replay.mcore.model.upstream import REPLAY_METHOD, TOPK_ORDE
 
 
 class ExpertSource(Protocol):
-    """Choose the experts of a forward.
+    """Choose the experts of a forward: for a session, or as a RouterReplay with an action."""
 
-    Every session has one; a RouterReplay with an action is one.
-    """
+    def _routing_state(self, router: Any, shape: torch.Size) -> tuple[RouterCounts, Any]:
+        """Return the counts of a router, and the micro-batch of its tokens [s, b]; None: the call is live."""
 
     def _experts(self, call: RoutingCall, request: TopKRequest) -> Tensor | None:
         """Return the experts that a call uses, [num_tokens, topk] integers; None: the router's own live top-k."""
@@ -55,9 +53,6 @@ class RoutingSource(ExpertSource, Protocol):
 
     def _session(self) -> Any:
         """Return the session; None once it was garbage-collected. A freeze stays in force then, until its model is freed."""
-
-    def _routing_state(self, router: Any, shape: torch.Size) -> tuple[RouterCounts, Any]:
-        """Return the counts of a router, and the micro-batch of its tokens [s, b]; None: the call is live."""
 
 
 class RouterCounts(Counts):
@@ -139,7 +134,7 @@ class RoutingCall:
     """The experts of a router's call, which Megatron-Core must request exactly once.
 
     Args:
-        router: the TopKRouter, or the RouterReplay with an action.
+        router: the TopKRouter, or a RouterReplay that is called without one.
         counter: counts of this router in the session.
         source: chooses the experts of a forward; None: the call is a recompute.
         recompute_of: the entry that this call repeats; None: it is a forward.

@@ -78,7 +78,7 @@ class RoutedOutputs(NamedTuple):
     """Identify the outputs of a router's call, for its token dispatcher."""
 
     routing_map: TensorIdentity
-    probs: TensorIdentity
+    probs: TensorIdentity | None
 
 
 class _Thread(threading.local):
@@ -140,7 +140,7 @@ def _check(dispatcher: Any, routing_map: Tensor, probs: Tensor) -> None:
             )
         return
     for entering, identity in ((routing_map, outputs.routing_map), (probs, outputs.probs)):
-        if not (is_same(entering, identity) and is_unwritten(entering, identity)):
+        if identity is not None and not (is_same(entering, identity) and is_unwritten(entering, identity)):
             what = "another routing map" if entering is routing_map else "other probabilities"
             raise ReplayStateError(
                 f"MRR415: {tape.layer_of(router)}: its token dispatcher got {what} than left the router"

@@ -1,11 +1,11 @@
 """`TopKRouter.routing` takes its experts from the first of these that applies.
 
     1  a tape is being read              -> its next entry, which must be this router's; sessions do not matter
-    2  any other backward                -> raises, if the router was ever registered, until `forget`
-    3  a source is registered            -> the experts of the source, written on every tape that is being written
-    4  its RouterReplay has an action    -> see `router_replay`
-    5  else                              -> Megatron-Core's own code, untouched
+    2  any other backward                -> raises, if the router ever had a source, until `forget`
+    3  it has a source                   -> the experts of the source, written on every tape that is being written
+    4  else                              -> Megatron-Core's own code, untouched
 
+A source is a session's, or the router's own RouterReplay while that has an action; see `router_replay`.
 A `RoutingCall` is passed as `router_replay=` for one call of `topk_routing_with_score_function`; a call that does not use it
 exactly once raises. The hooks are process-wide: `install` puts them in once, and nothing is put on a model.
 A forward's way through a session, in the order of calls:
@@ -27,7 +27,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from megatron.core.transformer.moe import router as router_module
@@ -39,6 +39,7 @@ from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterErr
 from megatron_router_replay.mcore.core import checkpoints, dispatch, tape
 from megatron_router_replay.mcore.core.call import RoutingCall, RoutingSource, count_wrong, current
 from megatron_router_replay.mcore.core.tape import Entry
+from megatron_router_replay.mcore.model.support import is_hashed
 from megatron_router_replay.mcore.model.upstream import (
     INFERENCE_ROUTERS,
     MANAGER_METHOD,
@@ -55,16 +56,10 @@ from megatron_router_replay.mcore.model.upstream import (
 _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 
 _sources: WeakKeyDictionary[Any, list[RoutingSource]] = WeakKeyDictionary()
-"""Every router that was ever registered, until `forget` -> its sources, the innermost last.
+"""Every router that ever had a source, until `forget` -> those of its sessions, the innermost last.
 
 It outlives the sources, because a graph of an ended session may still recompute.
 """
-
-active: WeakSet[Any] = WeakSet()
-"""RouterReplay objects with an action; while there are any, or registered routers, the hooks must be in place."""
-
-once_active: WeakSet[Any] = WeakSet()
-"""RouterReplay objects that ever had an action; a recompute without a tape raises in their routers, until `forget`."""
 
 unregistered_forwards = 0
 """Forwards in training mode of routers without a session."""
@@ -96,8 +91,6 @@ def unregister(router: Any, source: RoutingSource) -> None:
 def forget() -> None:
     """Forget the routers without a session, so a backward without a tape runs them live again, and unhook miles' manager."""
     _unhook_manager(topk_manager())
-    for replay in set(once_active) - set(active):
-        once_active.discard(replay)
     for router in [router for router, sources in _sources.items() if not sources]:
         del _sources[router]
 
@@ -121,11 +114,17 @@ def routing_call(router: Any, sources: Sequence[RoutingSource], shape: torch.Siz
         ReplayStateError: it repeats a forward without a tape, or a forward without a session.
     """
     run, repeats, is_written = tape.checkpoint_state()
-    if sources or run is not None:
+    driver = driver_of(router)
+    if driver is not None and not sources:
+        sources = (driver,)
+        _sources.setdefault(router, [])
+    if run is not None or (sources and not (driver is not None and driver.may_be_captured and not is_written)):
         check_runs_python(router)  # a recompute that is traced would keep the entry of this one
     if run is not None:
-        entry = run.next(router, getattr(router, REPLAY_ARGUMENT, None))
-        if entry.router is router and entry.topk_indices is not None:
+        entry = run.next(router)
+        if driver is not None:
+            driver.drop_announced()
+        if entry.topk_indices is not None:
             entry.counter.recomputes += 1
             if entry.counter.counts_flips:
                 num_rows = entry.topk_indices.shape[0]
@@ -136,18 +135,18 @@ def routing_call(router: Any, sources: Sequence[RoutingSource], shape: torch.Siz
                 f"MRR412: {tape.layer_of(router)} is recomputed in a session, but its forward ran before the session, "
                 "live or with an action: run that backward before the session begins."
             )
-    elif repeats:
+    elif repeats and not (driver is not None and driver.announces_recomputes):
         # With or without a session: no number of autograd shows reliably whether this forward ran under an earlier one.
         raise ReplayStateError(
             f"MRR412: {tape.layer_of(router)} is recomputed, but no tape of its forward is known: the forward ran before the "
             "session, or in an unknown kind of checkpoint (those of torch, Megatron-Core and Transformer Engine are "
-            "known). If your own autograd function runs the model again, name its runs with mcore.Tape; if no session is "
-            "needed any more, uninstall() lets the model train without one."
+            "known). If your own autograd function runs the model again, name its runs with mcore.Tape, or announce them "
+            "with REPLAY_BACKWARD; if no session is needed any more, uninstall() lets the model train without one."
         )
     elif sources:
-        if tape.open_runs and not is_written:
+        if tape.open_runs and not (is_written or repeats):
             check_thread(router)
-        if getattr(router, REPLAY_ARGUMENT, None) is not None:
+        if sources[-1] is not driver and getattr(router, REPLAY_ARGUMENT, None) is not None:
             check_not_driven(router)
         counter, microbatch = sources[-1]._routing_state(router, shape)
         if microbatch is not None or is_written or counter.verify:
@@ -157,6 +156,16 @@ def routing_call(router: Any, sources: Sequence[RoutingSource], shape: torch.Siz
     else:
         _count_unregistered(router)
     return None, is_written
+
+
+def driver_of(router: Any) -> Any:
+    """Return the RouterReplay that drives a router: its own, if that is ours and has an action; None: there is none.
+
+    Args:
+        router: a TopKRouter, or a RouterReplay that is called without one.
+    """
+    replay = getattr(router, REPLAY_ARGUMENT, router)
+    return replay if getattr(replay, "is_driven", False) and not is_hashed(router) else None
 
 
 def check_thread(router: Any) -> None:
@@ -253,7 +262,7 @@ def _wraps_routing() -> bool:
 
 def check_routing() -> None:
     """Raise if routers no longer pass the hooks; runs of checkpoints and rows by hand ask no more, for they are many."""
-    if not _wraps_routing() and (dispatch.held_routers or active):
+    if not _wraps_routing() and dispatch.held_routers:
         check_installed()
 
 
@@ -286,14 +295,13 @@ def _routing_hook(original: Any) -> Any:
     @_disable_dynamo
     def routing(self: Any, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         sources = _sources.get(self)
-        if sources is None:
-            return _pass_on(original, self, logits, *args, **kwargs)
+        if sources is None and driver_of(self) is None:
+            _count_unregistered(self)
+            return cast("tuple[Tensor, Tensor]", original(self, logits, *args, **kwargs))
         if not sources:
             # The call before entered no dispatcher, if it was a recompute of the router alone, or failed after the routing.
             dispatch.thread.outputs.pop(id(self), None)
-            if _is_left_to(getattr(self, REPLAY_ARGUMENT, None)):
-                return _pass_on(original, self, logits, *args, **kwargs)
-        call, is_written = routing_call(self, sources, logits.shape[:-1])
+        call, is_written = routing_call(self, sources or (), logits.shape[:-1])
         outer, current.call = current.call, call
         try:
             probs, routing_map = original(self, logits, *args, **kwargs)
@@ -302,8 +310,9 @@ def _routing_hook(original: Any) -> Any:
         if call is not None:
             if call.used is None:
                 raise ReplayStateError(
-                    f"MRR414: {tape.layer_of(self)} chose experts without a request to the session: not by Megatron-Core's "
-                    "topk_routing_with_score_function. Was moe_router_load_balancing_type, or the function, replaced?"
+                    f"MRR414: {tape.layer_of(self)} chose experts without a request to the session, or to its RouterReplay: "
+                    "not by Megatron-Core's topk_routing_with_score_function. Was moe_router_load_balancing_type, or the "
+                    "function, replaced?"
                 )
             if call.counter.verify:
                 count_wrong(call.counter, call.used, routing_map)
@@ -317,8 +326,10 @@ def _routing_hook(original: Any) -> Any:
             call.source._on_routed(call)
         if sources or call is not None:
             try:
+                # A subclass that called this may change the probabilities; its map must enter the dispatcher as it is.
+                is_last = type(self).routing is TopKRouter.routing
                 dispatch.thread.outputs[id(self)] = dispatch.RoutedOutputs(
-                    dispatch.identity_of(routing_map), dispatch.identity_of(probs)
+                    dispatch.identity_of(routing_map), dispatch.identity_of(probs) if is_last else None
                 )
             except NotImplementedError as error:  # tensors of torch.func have no storage
                 raise ReplayStateError(
@@ -336,27 +347,6 @@ def _count_unregistered(router: Any) -> None:
     unregistered_forwards += router.training
     if on_unregistered is not None and router.training and torch.is_grad_enabled() and router.weight.requires_grad:
         on_unregistered(router)
-
-
-def _is_left_to(replay: Any) -> bool:
-    """Return whether a router without a session is its RouterReplay's, which reads and writes tapes itself."""
-    if not hasattr(replay, "is_active"):
-        return False
-    run, repeats, _ = tape.checkpoint_state()
-    if run is None:
-        return replay.is_active or not repeats
-    # A fused forward does not call its RouterReplay, which then writes nothing; it ran live, and so may its recompute.
-    return run.peek() is replay or not run.tape.entries
-
-
-def _pass_on(original: Any, router: Any, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """Run Megatron-Core's own routing, for a router without a session."""
-    replay: Any = getattr(router, REPLAY_ARGUMENT, None)
-    if getattr(replay, "is_active", False):
-        routed = replay.run_checked(router, lambda: original(router, logits, *args, **kwargs))
-        return cast("tuple[Tensor, Tensor]", routed)
-    _count_unregistered(router)
-    return cast("tuple[Tensor, Tensor]", original(router, logits, *args, **kwargs))
 
 
 def _topk_hook(original: Any) -> Any:

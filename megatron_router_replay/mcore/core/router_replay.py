@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +22,6 @@ from megatron_router_replay.errors import ReplayDataError, ReplayStateError, Tra
 from megatron_router_replay.mcore.core import hooks, tape
 from megatron_router_replay.mcore.core.call import RouterCounts, RoutingCall, TopKRequest
 from megatron_router_replay.mcore.core.streams import to_device
-from megatron_router_replay.mcore.core.tape import Entry
 from megatron_router_replay.mcore.model.support import refusals
 from megatron_router_replay.mcore.model.upstream import REPLAY_METHOD, check_version
 
@@ -32,7 +31,6 @@ RouterReplayAction = upstream.RouterReplayAction
 """Megatron-Core's own enum of the actions of a RouterReplay: RECORD, REPLAY_FORWARD and REPLAY_BACKWARD."""
 
 _ACTIONS = {action.value: action for action in RouterReplayAction}
-_REPLAYS = (RouterReplayAction.REPLAY_FORWARD, RouterReplayAction.REPLAY_BACKWARD)
 
 # A RouterReplay reports nothing; its calls need one. A tape keeps int64, because each conversion is a launch.
 _COUNTS = RouterCounts()
@@ -55,15 +53,9 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
     def __init__(self) -> None:
         self._action: Any = None
         self._checked: Any = None  # the router with settings that were checked
-        self._num_requests = 0  # calls of `get_replay_topk`
         self.static_buffer: Tensor | None = None  # 0.16 has neither
         self.layer_number: int | None = None
         super().__init__()
-
-    @property
-    def is_active(self) -> bool:
-        """Return whether an action is set."""
-        return self._action is not None
 
     @property
     def router_replay_action(self) -> Any:
@@ -71,9 +63,7 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
 
     @router_replay_action.setter
     def router_replay_action(self, action: Any) -> None:
-        if action is None:
-            hooks.active.discard(self)
-        else:
+        if action is not None:
             # By value: a trainer may have an enum of its own with the same members.
             known = _ACTIONS.get(getattr(action, "value", None))
             if known is None:
@@ -82,16 +72,7 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
             if not hooks.is_installed():
                 hooks.install()
                 hooks.check_installed()
-            if self._action is None:
-                hooks.once_active.add(self)
-                hooks.active.add(self)
         self._action = action
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # A copy of a driven model replays its own copied targets: set its action again, for the sets of `hooks`.
-        action = state["_action"]
-        self.__dict__.update(state, _action=None)
-        self.router_replay_action = action
 
     @staticmethod
     def set_replay_data(all_layers_topk_indices: list[Tensor]) -> None:
@@ -145,30 +126,6 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
         else:
             super().record_indices(topk_indices)
 
-    def run_checked(self, router: Any, route: Callable[[], Any]) -> Any:
-        """Run a router's routing while an action is set; the hook calls it.
-
-        Raises:
-            UnsupportedRouterError: the router's selection cannot be replayed exactly.
-            ReplayStateError: the routing made no request to this object.
-        """
-        if self._checked is not router:
-            reasons = refusals(router)
-            if router.config.moe_router_fusion:
-                reasons.append("moe_router_fusion=True never requests a top-k; sessions run its unfused code")
-            if reasons:
-                raise UnsupportedRouterError(
-                    f"MRR401: cannot replay {tape.layer_of(router)} exactly: " + "; ".join(reasons)
-                )
-            self._checked = router
-        num_requests = self._num_requests
-        routed = route()
-        if self._num_requests == num_requests and not getattr(router, "is_hash_layer", False):
-            raise ReplayStateError(
-                f"MRR414: {tape.layer_of(router)} chose experts without a request to its RouterReplay, which has an action."
-            )
-        return routed
-
     @_disable_dynamo
     def get_replay_topk(
         self,
@@ -178,61 +135,65 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
         group_topk: int | None = None,
         default_compute_topk: Any = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return (scores, ids) of the experts of this call, [num_tokens, topk].
-
-        Megatron-Core calls it for its top-k.
+        """Return (scores, ids) of the experts of a call that did not pass `TopKRouter.routing`, [num_tokens, topk] each.
 
         Args: see `TopKRequest`.
 
         Raises:
-            ReplayStateError: a replay without a target, or a target of another shape than this forward's; a recompute
-                without a tape of its forward; a graph other than torch.compile's is captured.
+            ReplayStateError: see `hooks.routing_call` and `RoutingCall.get_replay_topk`; or the hook that a router's call
+                passes was replaced while an action is set.
         """
-        self._num_requests += 1
-        action = self._action
-        run, repeats, is_written = tape.checkpoint_state()
-        # A captured graph may record into a static buffer, because its address is the same in every run; a tape's is not.
-        records_alone = action == RouterReplayAction.RECORD and self.static_buffer is not None and not is_written
-        if run is not None or (action is not None and not records_alone):
-            hooks.check_runs_python("a recompute" if action is None else f"a RouterReplay under {action.name}")
-        entry: Entry | None = None
-        if run is not None:
-            entry = run.next(self)
-            if action == RouterReplayAction.REPLAY_BACKWARD and self.replay_backward_list:
-                self.replay_backward_list.pop(0)
-            if entry.topk_indices is None and action in _REPLAYS:
-                raise ReplayStateError(f"MRR412: {action.name} in a recompute, but its forward ran without an action.")
-        elif repeats and self in hooks.once_active and action != RouterReplayAction.REPLAY_BACKWARD:
-            # Also without an action: the forward may have run under one that was cleared since.
-            raise ReplayStateError(
-                f"MRR412: a recompute under {'no action' if action is None else action.name}, but no tape of its forward is "
-                "known: it ran in an unknown kind of checkpoint. Name its runs with megatron_router_replay.mcore.Tape, or "
-                "announce recomputes with REPLAY_BACKWARD; if no RouterReplay is needed any more, uninstall() lets the model "
-                "train without one."
-            )
-        elif action is not None and tape.open_runs and not (is_written or repeats):
-            hooks.check_thread(self)
-        call: RoutingCall | None = None
-        if action is None if entry is None else entry.topk_indices is None:
+        if self._action is None:
             values, indices = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        else:
-            call = RoutingCall(
-                self,
-                _COUNTS,
-                source=self,
-                recompute_of=entry,
-                is_written=is_written,
-                in_order=True,  # the driver's, as with Megatron-Core's class
-            )
-            values, indices = call.get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
-            if entry is None:
-                self._on_routed(call)
+            return values, indices
+        hooks.check_installed()
+        call, is_written = hooks.routing_call(self, (), scores.shape[:1])
+        assert call is not None, "it has an action"
+        routed = call.get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
         if is_written:
-            tape.write(Entry(self, None) if call is None else call.entry())
-        return values, indices
+            tape.write(call.entry())
+        if call.source is not None:
+            self._on_routed(call)
+        return routed
+
+    # ---- calls of its router, see `ExpertSource` and `hooks`
+    @property
+    def is_driven(self) -> bool:
+        """Return whether an action is set."""
+        return self._action is not None
+
+    @property
+    def may_be_captured(self) -> bool:
+        """Return whether a graph may hold its calls: a static buffer has the same address in every run."""
+        return self._action is RouterReplayAction.RECORD and self.static_buffer is not None
+
+    @property
+    def announces_recomputes(self) -> bool:
+        """Return whether a call in a backward is a recompute that takes the next target of the list."""
+        return self._action is RouterReplayAction.REPLAY_BACKWARD
+
+    def drop_announced(self) -> None:
+        """Take the target of an announced recompute off the list, because the tape has its experts."""
+        if self.announces_recomputes and self.replay_backward_list:
+            self.replay_backward_list.pop(0)
+
+    def _routing_state(self, router: Any, shape: torch.Size) -> tuple[RouterCounts, Any]:
+        """Check a router's settings before its first call; this object stands for the micro-batch.
+
+        Raises:
+            UnsupportedRouterError: the router's selection cannot be replayed exactly.
+        """
+        if router is not self and self._checked is not router:
+            if reasons := refusals(router):
+                raise UnsupportedRouterError(
+                    f"MRR401: cannot replay {tape.layer_of(router)} exactly: " + "; ".join(reasons)
+                )
+            self._checked = router
+        return _COUNTS, self
 
     def _experts(self, call: RoutingCall, request: TopKRequest) -> Tensor | None:
-        """Return the target of a forward, None under RECORD; see `ExpertSource`."""
+        """Return the target of a forward, None under RECORD."""
+        call.in_order = True  # the driver's order, as with Megatron-Core's class
         num_experts, buffer = request.scores.shape[1], self.static_buffer
         if self._action == RouterReplayAction.RECORD:
             if buffer is not None and torch.iinfo(buffer.dtype).max < num_experts - 1:
@@ -261,7 +222,7 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
         return used.clone() if call.is_written and used is target else used
 
     def _on_routed(self, call: RoutingCall) -> None:
-        """Record the experts of a forward under RECORD; see `ExpertSource`."""
+        """Record the experts of a forward under RECORD."""
         if self._action == RouterReplayAction.RECORD:
             assert call.used is not None, "it was requested"
             with tape.hidden_from_selective_checkpoint():  # its recompute records nothing
@@ -365,8 +326,8 @@ def install() -> None:
 def uninstall() -> None:
     """Put Megatron-Core's own class back. Models that are built already keep their objects.
 
-    A router that once had a session raises MRR412 in a recompute without a tape; after this call it routes live, unless it
-    has a session now.
+    A router that once had a session or an action raises MRR412 in a recompute without a tape; after this call it routes live,
+    unless it has one now.
     """
     while _replaced:
         _replaced.pop().RouterReplay = _ORIGINAL  # type: ignore[attr-defined]

@@ -27,7 +27,7 @@ class Entry:
     """A router call of a forward, for its recompute. It lives as long as the autograd graph, and refers to no session.
 
     Args:
-        router: the TopKRouter; if its RouterReplay chose the experts, that RouterReplay instead.
+        router: the TopKRouter, or a RouterReplay that was called without one.
         topk_indices: [num_tokens, topk], the experts that it used, in any integer dtype, a tensor or a
             `upload.KeptLayer`; None: neither a session nor an action of a RouterReplay applied.
         counter: the counts of this router.
@@ -104,16 +104,8 @@ class Run:
                 "megatron_router_replay.mcore.Tape for each part of it."
             )
 
-    def peek(self) -> Any:
-        """Return the router of the next entry; None: all entries are replayed."""
-        entries = self.tape.entries
-        return entries[self._position].router if self._position < len(entries) else None
-
-    def next(self, router: Any, replay: Any = None) -> Entry:
+    def next(self, router: Any) -> Entry:
         """Return the next entry, which must be this router's.
-
-        Args:
-            replay: the router's own RouterReplay, if it has one. Entry.router is that object where it gave the experts.
 
         Raises:
             ReplayStateError: the forward run called a different router there, or none; or the tape has several forward runs.
@@ -125,7 +117,7 @@ class Run:
                 f"MRR413: {layer_of(router)}: a checkpoint ran its function several times in one forward, so the run that is "
                 "repeated here is ambiguous. Use one megatron_router_replay.mcore.Tape for each run."
             )
-        if entry is None or (entry.router is not router and (replay is None or entry.router is not replay)):
+        if entry is None or entry.router is not router:
             expected = "none" if entry is None else layer_of(entry.router)
             raise ReplayStateError(
                 f"MRR413: {layer_of(router)} is recomputed as call {position + 1} of its checkpoint, where the forward "

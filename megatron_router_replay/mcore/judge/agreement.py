@@ -9,7 +9,7 @@ more than by chance), and searches for wrong rows (`blocks`).
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -48,12 +48,14 @@ class LiveAgreement:
         num_layers: layers that replay.
         block: the neighbouring rows with the strongest evidence of a fault.
         rows_apart: single rows without an expert near the live router's choice.
+        layout: facts of the forwards' layout that make attention see different tokens than in the engine.
     """
 
     layers: Mapping[int, Sums]
     num_layers: int
     block: Finding = Finding()
     rows_apart: int = 0
+    layout: Collection[str] = ()
 
     @property
     def all_layers(self) -> float | None:
@@ -80,7 +82,7 @@ class LiveAgreement:
     def low(self) -> list[tuple[str, str, str]]:
         """Return the facts that look wrong: (name, value, remark) of each."""
         number, value = min(self.judged.items(), key=lambda each: each[1], default=(0, 1.0))
-        remark = f"layer {number}: routes of older weights, or of other rows?"
+        remark = f"layer {number}: {'; '.join(sorted(self.layout)) or 'routes of older weights, or of other rows?'}"
         facts = [("least layer", f"{value:.0%}", remark)] if value < WARN else []
         if self.block.evidence >= EVIDENCE:
             facts.append(("evidence of wrong rows", f"{self.block.evidence:.0f}", self.block.text))
@@ -102,6 +104,7 @@ class Agreement:
         every_layer: compare all layers in every micro-batch.
         rank: this process, for messages.
         trace: of the session, to name samples; None: rows have no names.
+        layout: see `LiveAgreement`; facts may be added until the session ends.
     """
 
     def __init__(
@@ -113,9 +116,10 @@ class Agreement:
         every_layer: bool,
         rank: int,
         trace: RoutingTrace | None = None,
+        layout: Collection[str] = (),
     ) -> None:
         self.topk, self.num_experts, self.num_layers = topk, num_experts, num_layers
-        self.every_layer, self.rank, self.trace = every_layer, rank, trace
+        self.every_layer, self.rank, self.trace, self.layout = every_layer, rank, trace, layout
         # A replayed expert is near if it is among the live router's best `width`: 2 * topk, but with few experts fewer.
         self.width = min(2 * topk, max(topk + 1, num_experts // 2))
         self._stream: Any = None
@@ -215,6 +219,7 @@ class Agreement:
                 "rows_apart": judgement.rows_apart,
                 "trace": self._trace_name(),
                 "wrong_rows": judgement.wrong_rows,
+                "layout": sorted(self.layout),
             }
         return self._summary
 
@@ -254,4 +259,5 @@ class Agreement:
             num_layers=self.num_layers,
             block=Finding(*block),
             rows_apart=summary["rows_apart"],
+            layout=summary["layout"],
         )

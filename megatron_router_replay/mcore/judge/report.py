@@ -255,6 +255,7 @@ def _add_up_agreement(parts: Sequence[LiveAgreement]) -> LiveAgreement | None:
         num_layers=max(len(layers), *(each.num_layers for each in parts)),
         block=max(each.block for each in parts),
         rows_apart=sum(each.rows_apart for each in parts),
+        layout=sorted({fact for each in parts for fact in each.layout}),
     )
 
 

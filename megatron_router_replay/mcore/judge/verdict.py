@@ -366,6 +366,7 @@ def judge(everyone: Sequence[Mapping[str, Any]], least: float) -> Verdict:
     verdict = Verdict([], [], {})
     if not least:
         return verdict
+    layout = sorted({fact for summary in everyone for fact in summary["layout"]})
     # Tensor-parallel ranks with the same rows are replicas. Their rows must count once.
     for replica in sorted({summary["replica"] for summary in everyone}):
         ranks = [summary for summary in everyone if summary["replica"] == replica]
@@ -382,8 +383,9 @@ def judge(everyone: Sequence[Mapping[str, Any]], least: float) -> Verdict:
                 f"the live router agrees with the replayed routes by less than min_agreement={least} in {num_low} of "
                 f"{len(layers)} layers ({_list(layers)}). Either the routes are of older or other weights: compare their "
                 "version with the trainer's. Or they are of other rows or layers: have the engine return token ids, and "
-                "compare the trace's layer_numbers with the model's. Or tokens attend to padding on the left, which "
-                "attention_mask must hide." + (f" The clearest rows: {max(raising).text}." if raising else "")
+                "compare the trace's layer_numbers with the model's."
+                + "".join(f" Or {fact}." for fact in layout)
+                + (f" The clearest rows: {max(raising).text}." if raising else "")
             )
         elif raising:
             evidence, text = max(raising)
@@ -392,7 +394,10 @@ def judge(everyone: Sequence[Mapping[str, Any]], least: float) -> Verdict:
                 "for trace.without_routes."
             )
         elif little := {layer: value for layer, value in layers.items() if value < WARN}:
-            verdict.warnings.append(f"the live router agrees little with the replayed routes: layers {_list(little)}")
+            facts = "".join(f"; {fact}" for fact in layout)
+            verdict.warnings.append(
+                f"the live router agrees little with the replayed routes: layers {_list(little)}{facts}"
+            )
     return Verdict(verdict.problems[:1], verdict.warnings[:1], verdict.wrong_rows)
 
 

@@ -158,8 +158,24 @@ def _moe_layers(model: nn.Module) -> tuple[int, ...]:
 
 
 def _decoder_layers(model: nn.Module, walked: Walk) -> set[int]:
-    """Return the numbers of the layers that this rank has, of any kind, without MTP layers."""
+    """Return the numbers of the layers that this rank has, of any kind, without MTP layers and layers of a vision tower."""
     # A hybrid model's other kinds of layers, Mamba's for one, are no TransformerLayer.
     layers: list[Any] = [*getattr(getattr(model, "decoder", None), "layers", ())]
-    layers += [each.module for each in walked if isinstance(each.module, TransformerLayer) and each.mtp_layer is None]
+    size = _decoder_size(model)
+    layers += [
+        each.module
+        for each in walked
+        if isinstance(each.module, TransformerLayer) and each.mtp_layer is None and _decoder_size(each.module) == size
+    ]
     return {layer.layer_number for layer in layers if hasattr(layer, "layer_number")}
+
+
+def _decoder_size(module: Any) -> tuple[Any, ...]:
+    """Return (layers, hidden size) of a config, which all layers of a decoder share, dense ones too.
+
+    The layers of a vision tower count from 1 as well; its config has its own sizes.
+
+    Source: Megatron-Bridge 067f987d, qwen_vl.modelling_qwen3_vl.transformer_config.get_vision_model_config.
+    """
+    config = getattr(module, "config", None)
+    return getattr(config, "num_layers", None), getattr(config, "hidden_size", None)

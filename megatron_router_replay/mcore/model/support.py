@@ -29,9 +29,10 @@ _KNOWN_ROUTERS = (TopKRouter, *INFERENCE_ROUTERS)
 def is_hashed(router: Any) -> bool:
     """Return whether a table of token ids routes this layer, as DeepSeek-V4's first ones.
 
-    Source: Megatron-LM dev d48bd6b, router.TopKRouter._hash_routing: `tid2eid`, [vocab, topk], without any replay object.
+    Source: Megatron-LM dev d48bd6b, router.TopKRouter._hash_routing: `tid2eid`, [vocab, topk], without any replay object;
+    radixark/Megatron-LM 2e64d788, TopKRouter._init_routing_mode: `tid2eid` is None in all layers but these.
     """
-    return bool(getattr(router, "is_hash_layer", False))
+    return bool(getattr(router, "is_hash_layer", False)) or getattr(router, "tid2eid", None) is not None
 
 
 def check_supported(routers: Sequence[FoundRouter]) -> bool:
@@ -68,7 +69,7 @@ def check_supported(routers: Sequence[FoundRouter]) -> bool:
 
 def refusals_of(routers: Sequence[FoundRouter]) -> list[list[str]]:
     """Return, for each router, why it cannot be replayed exactly in this model; empty if it can."""
-    reasons = [refusals(found.router) for found in routers]
+    reasons = [refusals(found.router, found.dispatchers) for found in routers]
     for found, of_router in zip(routers, reasons):
         # In this order, because more reasons for a router that is refused anyway would hide the cause.
         if not of_router and found.is_graphed:
@@ -90,21 +91,48 @@ def _uneven_refusals(found: FoundRouter, first: FoundRouter) -> Iterator[str]:
             yield f"{name}={other}, but {first} has {one}: a trace has one {name} for all layers"
 
 
-def refusals(router: nn.Module) -> list[str]:
-    """Return why this router cannot be replayed exactly; empty if it can."""
+def refusals(router: nn.Module, dispatchers: Sequence[Any] = ()) -> list[str]:
+    """Return why this router cannot be replayed exactly; empty if it can.
+
+    Args:
+        dispatchers: that get its output, and compare its map in each call.
+    """
     if not isinstance(router, TopKRouter):
         return [f"router class {type(router).__name__} is not a TopKRouter; nothing is known of how it selects experts"]
-    # A subclass may change anything but these two, which choose the experts: only the classes named above were read.
-    definers = {
-        name: next(each for each in type(router).__mro__ if name in vars(each)) for name in ("forward", "routing")
-    }
-    changed = [name for name, definer in definers.items() if definer not in _KNOWN_ROUTERS]
-    if changed:
-        return [f"router class {type(router).__name__} overrides TopKRouter.{' and '.join(changed)}"]
+    if reason := _override_refusal(router, dispatchers):
+        return [reason]
     # `forward` and `routing` may be wrapped on the module: each call proves that the wrapper leaves the map alone.
     reasons = list(inference_refusals(router)) + list(_foreign_dispatch_refusals(router))
     reasons += config_refusals(router.config, router)
     return reasons
+
+
+def _override_refusal(router: TopKRouter, dispatchers: Sequence[Any]) -> str:
+    """Return why a subclass that overrides one of the methods that choose experts cannot be replayed; "": it can.
+
+    A `routing` may call `super().routing` and change the probabilities: the dispatcher proves in each call that the map is
+    the one of TopKRouter. One that takes its experts from the probabilities proves nothing.
+
+    Source: Megatron-Bridge 067f987d, Gemma4TopKRouter.routing scales probabilities; miles 31f1ca96, InklingRouter.forward
+    selects by itself and returns every second result from a cache.
+    """
+    definers = {
+        name: next(each for each in type(router).__mro__ if name in vars(each)) for name in ("forward", "routing")
+    }
+    changed = [name for name, definer in definers.items() if definer not in _KNOWN_ROUTERS]
+    if not changed:
+        return ""
+    text = f"router class {type(router).__name__} overrides TopKRouter.{' and '.join(changed)}"
+    if "forward" in changed:
+        return text
+    if not dispatchers:
+        return f"{text}, and its layer has no token dispatcher, which would compare the map that it returns"
+    if takes_topk_again(router.config):
+        return (
+            f"{text}, and the dispatcher takes a top-k of the probabilities that it returns; use "
+            "moe_token_dispatcher_type='alltoall' or the flex backend 'hybridep'"
+        )
+    return ""
 
 
 def _foreign_dispatch_refusals(router: Any) -> Iterator[str]:

@@ -183,6 +183,14 @@ def dispatchers_of(layer: Any) -> list[Any]:
     return [each for each in candidates if type(each).__module__ != _INFERENCE_DISPATCHERS]
 
 
+def num_hash_layers(config: Any) -> int:
+    """Return how many of the first layers a table of token ids routes, as DeepSeek-V4's.
+
+    Source: Megatron-LM dev d48bd6b, TransformerConfig.moe_n_hash_layers; radixark/Megatron-LM 2e64d788, dsv4_n_hash_layers.
+    """
+    return getattr(config, "moe_n_hash_layers", None) or getattr(config, "dsv4_n_hash_layers", None) or 0
+
+
 def captured_by_cuda_graphs(config: Any, parts: set[str]) -> list[str]:
     """Return which parts of a layer, in Megatron-Core's words, CUDA graphs capture; "full" is all of it."""
     implementation = getattr(config, "cuda_graph_impl", "none")

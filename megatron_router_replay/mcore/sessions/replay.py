@@ -94,6 +94,7 @@ class TraceRoutes(Microbatches):
                 every_layer=ask_every_layer,
                 rank=routers.rank,
                 trace=trace,
+                layout=set() if self._lookup is None else self._lookup.layout,
             )
 
     # ---- rows into the trace

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -37,6 +37,9 @@ class RouterState:
         chunk_index: which chunk of the session has it.
         chunk: it routes the micro-batches of this one; None: it is live, and frozen in recomputes.
         position: its place among the routers of that chunk which route micro-batches.
+
+    Attributes:
+        router_class: of the router as the session found it.
     """
 
     found: FoundRouter
@@ -44,6 +47,10 @@ class RouterState:
     chunk_index: int
     chunk: Chunk | None = None
     position: int = -1
+    router_class: type = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.router_class = type(self.found.router)
 
 
 class SessionRouters:
@@ -162,9 +169,8 @@ class SessionRouters:
             return f"{found}: the router was exchanged during the session, which did not reach the new one"
         if not all(map(dispatch.is_checked, found.dispatchers)):
             return f"{found}: its token dispatcher, or the class of it, was exchanged during the session"
-        if not hasattr(type(found.router).routing, "is_hook"):
-            name = type(found.router).__name__
-            return f"{found}: the router got the class {name}, whose routing does not pass the hook"
+        if type(found.router) is not self.states[found.router].router_class:
+            return f"{found}: the router got the class {type(found.router).__name__} during the session"
         return ""
 
     def problems_in_counts(self, decisions: Decisions) -> list[str]:

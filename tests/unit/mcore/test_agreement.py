@@ -319,7 +319,8 @@ def test_eight_wrong_rows_on_each_of_two_ranks_raise(num_wrong, raises):
 def test_what_noise_rises_on_one_rank_is_taken_off_once_for_two(each, raises):
     names = (f"{number}" for number in range(100))
     parts = [Part("0 0.0.0 [1]", each, {next(names): each / 10 for _ in range(10)}, "these rows", []) for _ in range(2)]
-    told = [{"replica": 0, "layers": {}, "wrong_rows": [], "findings": [], "trace": "", "parts": [x]} for x in parts]
+    nothing = {"replica": 0, "layers": {}, "wrong_rows": [], "findings": [], "trace": "", "layout": []}
+    told = [nothing | {"parts": [x]} for x in parts]
     assert bool(verdict.judge(told, 0.25).problems) == raises  # 2 * 43.5 - 15 is 72
 
 

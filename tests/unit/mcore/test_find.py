@@ -269,6 +269,42 @@ def test_a_trace_has_the_layers_of_the_stage_or_of_the_whole_model(of, given, me
         check_trace_layers(given, of)
 
 
+def with_tower(*layers: Any, **tower: Any) -> nn.Module:
+    """Return a stage of a vision-language model of six layers; its tower has layers 1 to 3, and a config of its own."""
+    text = SimpleNamespace(
+        num_layers=6, hidden_size=64, num_moe_experts=8, moe_layer_freq=[0, 1, 1, 1, 0, 1], moe_router_topk=2
+    )
+    vision = SimpleNamespace(**vars(text) | {"num_layers": 3, "num_moe_experts": None} | tower)
+    dense_alone = SimpleNamespace(**vars(text) | {"num_moe_experts": None})
+    for each in layers:
+        each.config = text if hasattr(each, "router") else dense_alone
+    blocks = [bare(TransformerLayer, layer_number=number, config=vision) for number in (1, 2, 3)]
+    language = bare(nn.Module, config=text, decoder=bare(nn.Module, layers=nn.ModuleList(layers)))
+    return bare(nn.Module, config=text, vision_model=nn.ModuleList(blocks), language_model=language)
+
+
+@pytest.mark.parametrize(
+    "tower",
+    [
+        {},
+        {"num_moe_experts": 8},
+        {"num_layers": 6, "hidden_size": 32},
+        {"num_layers": 6, "hidden_size": 32, "num_moe_experts": 8},
+    ],
+)
+@pytest.mark.parametrize("layers", [(dense(1), moe(2)), (moe(3), moe(4)), (dense(5), moe(6))], ids=["1", "2", "3"])
+def test_layers_of_a_vision_tower_are_no_layers_of_the_decoder(layers, tower):
+    stage = with_tower(*layers, **tower)
+    assert layer_numbers_of(stage) == (2, 3, 4, 6)
+    check_trace_layers((2, 3, 4, 6), stage)
+    # A dense layer of the decoder stays one, also where its config has no experts.
+    for number in {each.layer_number for each in layers if not hasattr(each, "router")}:
+        with pytest.raises(TraceError, match=f"MRR405: the trace has routes for layer {number}, but that layer"):
+            check_trace_layers(sorted({2, 3, 4, 6, number}), stage)
+    with pytest.raises(LayoutError, match="MRR411"):
+        layer_numbers_of(with_tower(dense(3), moe(4), **tower))
+
+
 def test_patterns_of_hybrid_models():
     hybrid, plain = model(pattern="M*E|ME/*E/*E"), model(num_layers=5)
     assert (main_pattern(hybrid), mtp_pattern(hybrid), num_decoder_layers(hybrid)) == ("M*EME", "*E", 5)

@@ -1,6 +1,7 @@
 """Routes follow tokens: a session on real routers finds the rows of a forward by its ids, or raises."""
 
 import copy
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -315,7 +316,7 @@ RAISES: dict[str, tuple[Tokens, Tokens, dict[str, Any], str]] = {
         [A, B],
         [[3, *A], [3, *A]],
         {},
-        r"MRR206: .*input_ids\[0, 0\], .*token 3, .*sample 0. Is it a BOS token.*If it is padding, say padding_token_ids=\[3",
+        r"MRR206: .*input_ids\[0, 0\], .*token 3, .*sample 0. Is it a BOS token.*without it differ\. \(1 more",
     ),
     "a BOS token in front, packed": (
         [A, B],
@@ -427,13 +428,67 @@ def test_one_declared_token_in_front_of_every_sequence_may_be_a_bos_token(caplog
         caplog.clear()
         with pytest.warns(RuntimeWarning) if tokens[0][0] == 3 else nullcontext():
             check(alike([A, B]), list(tokens), [[-1, 0, 1, 2, 3], [-1, 4, 5, 6, -1]][: len(tokens)], options=options)
-        return "input_ids[0, 0]: each sequence begins with one token 3, which is declared as padding" in caplog.text
+        return "input_ids[0, 0]: each sequence begins with one token 3, declared as padding" in caplog.text
 
     options: dict[str, Any] = {"padding_token_ids": [3, 0]}
     assert warned([3, *A], [3, *B, 0])
     _warned.discard("a token in front")
     check(alike([A, B]), [[3, *A], [3, 3, *B]], [[-1, 0, 1, 2, 3], [-1, -1, 4, 5, 6]], options=options)
     assert "a token in front" not in _warned
+
+
+TEMPLATE = [17, 18]
+"""Two tokens that a trainer puts in front of each sample."""
+
+
+def test_a_second_chat_template_is_not_offered_as_padding_and_warns_where_it_is_declared(caplog: Any) -> None:
+    tokens = [[*TEMPLATE, *A], [*TEMPLATE, *B, 0]]
+    for declared in ([0], [0, 17]):
+        with pytest.raises(LayoutError, match="MRR206") as raised:
+            check(alike([A, B]), tokens, [], options={"padding_token_ids": declared})
+        assert "padding_token_ids" not in str(raised.value)
+    _warned.discard("a token in front")
+    expected = [[-1, -1, 0, 1, 2, 3], [-1, -1, 4, 5, 6, -1]]
+    with pytest.warns(RuntimeWarning, match=r"each sequence begins with the tokens 17, 18, declared as padding\. If"):
+        check(alike([A, B]), tokens, expected, options={"padding_token_ids": [0, *TEMPLATE]})
+    _warned.discard("a token in front")
+    runs = [[3, 3, *A], [3, 3, *B, 3]]  # of one token, as padding is
+    check(alike([A, B]), runs, expected, options={"padding_token_ids": [3]})
+    assert "a token in front" not in _warned
+
+
+@pytest.mark.parametrize(("tokens", "offers"), [([[3, *A], [3, 3, *B]], True), ([[3, *A], [3, *B, 3]], False)])
+def test_one_token_in_front_is_offered_as_padding_where_runs_differ(tokens: Any, offers: bool) -> None:
+    with pytest.raises(LayoutError, match=r"MRR206: .*input_ids\[0, 0\], .*a BOS token") as raised:
+        check(alike([A, B]), tokens, [])
+    assert ("say padding_token_ids=[3]" in str(raised.value)) == offers
+
+
+@pytest.mark.parametrize(
+    ("layout", "fact"),
+    [
+        ("left", "padding stands in front of sequences: if attention sees it"),
+        ("right", ""),
+        ("cut", "position_ids alone separate the sequences of a row: give the model packed_seq_params"),
+    ],
+)
+def test_little_agreement_names_a_layout_that_attention_may_see(layout: str, fact: str) -> None:
+    """Routes are drawn, so the live router agrees with none; what the forwards looked like is said, and nothing else."""
+    tokens = torch.randint(1, 32, (2, 200), generator=torch.Generator().manual_seed(0))
+    trace, chunk, padding = trace_of(tokens.tolist()), Chunk(), torch.zeros(2, 3, dtype=torch.int64)
+    arguments: dict[str, Any] = {}
+    if layout == "cut":
+        given = tokens.reshape(1, -1)
+        arguments["position_ids"] = torch.arange(200).repeat(2)[None]
+    else:
+        given = torch.cat([padding, tokens] if layout == "left" else [tokens, padding], dim=1)
+    with pytest.raises(ReplayStateError, match=r"(?s)MRR419.*by less than min_agreement") as raised:  # noqa: SIM117
+        with mrr.replay(chunk, trace, padding_token_ids=[0], ask_every_layer=True) as session:
+            chunk(given, **arguments)
+    assert (
+        (fact in str(raised.value)) if fact else not re.search("padding stands|position_ids alone", str(raised.value))
+    )
+    assert fact in str(session.report)
 
 
 def test_positional_and_one_dimensional_ids() -> None:

@@ -250,7 +250,7 @@ def test_a_graph_may_record_into_a_static_buffer_and_do_nothing_else():
 
     assert capture()(SCORES.flip(1)).tolist() == [[2, 1], [3, 0]], "routed live, nothing of ours is in it"
     replay.set_router_replay_action(RouterReplayAction.RECORD)
-    with pytest.raises(ReplayStateError, match="RECORD is captured into a graph"):
+    with pytest.raises(ReplayStateError, match="is captured into a graph"):
         capture()
     buffer = torch.zeros(2, 2, dtype=torch.int64)
     replay.set_static_buffer(buffer)
@@ -258,5 +258,5 @@ def test_a_graph_may_record_into_a_static_buffer_and_do_nothing_else():
     assert buffer.tolist() == [[2, 1], [3, 0]]
     replay.set_target_indices(TARGET)
     replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-    with pytest.raises(ReplayStateError, match="REPLAY_FORWARD is captured into a graph"):
+    with pytest.raises(ReplayStateError, match="is captured into a graph"):
         capture()

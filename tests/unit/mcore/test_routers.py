@@ -64,14 +64,11 @@ FUNCTION = "topk_routing_with_score_function"
 
 
 @pytest.mark.parametrize(("owner", "name"), [(TopKRouter, "routing"), (router_module, FUNCTION)])
-@pytest.mark.parametrize(("kind", "around"), [("replay", reentrant), ("replay", non_reentrant), ("drop-in", reentrant)])
-def test_somebody_who_replaces_the_routing_of_all_routers_is_noticed(monkeypatch, kind, around, owner, name):
+@pytest.mark.parametrize("around", [reentrant, non_reentrant])
+def test_somebody_who_replaces_the_routing_of_all_routers_is_noticed(monkeypatch, around, owner, name):
     chunk = Chunk()
     chunk.around = around
-    session = STARTS[kind](chunk) if kind == "replay" else None
-    if kind == "drop-in":
-        chunk.routers[0].router_replay = mrr.mcore.RouterReplay()
-        chunk.routers[0].router_replay.set_router_replay_action(mrr.mcore.RouterReplayAction.RECORD)
+    session = STARTS["replay"](chunk)
     ours = getattr(owner, name)
     wrapper = lambda *args, **kwargs: ours(*args, **kwargs)  # noqa: E731
     if owner is router_module:  # `functools.wraps` copies what is on the function; around the method it is legal
@@ -81,8 +78,25 @@ def test_somebody_who_replaces_the_routing_of_all_routers_is_noticed(monkeypatch
         forward(chunk, session)
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None  # the checkpoint that raised left none
     mrr.close_sessions(chunk)
-    if kind == "drop-in":
-        chunk.routers[0].router_replay.clear_router_replay_action()
+
+
+def routing_without_hooks(router, logits, *args, **kwargs):
+    topk = getattr(router_module, FUNCTION).__wrapped__
+    return topk(logits.view(-1, logits.shape[-1]), router.topk, router_replay=router.router_replay)
+
+
+@pytest.mark.parametrize("name", ["routing", FUNCTION])
+def test_somebody_who_takes_a_hook_away_from_a_driven_router_is_noticed(monkeypatch, name):
+    chunk = Chunk()
+    replay = chunk.routers[0].router_replay = mrr.mcore.RouterReplay()
+    replay.set_router_replay_action(mrr.mcore.RouterReplayAction.RECORD)
+    if name == "routing":
+        monkeypatch.setattr(TopKRouter, name, routing_without_hooks)
+    else:
+        monkeypatch.setattr(router_module, name, getattr(router_module, name).__wrapped__)
+    with pytest.raises(ReplayStateError, match=rf"MRR415: .*outer\.{name} was replaced"):
+        forward(chunk)
+    replay.clear_router_replay_action()
 
 
 @pytest.mark.parametrize(
@@ -138,7 +152,7 @@ def exchange_dispatcher(chunk):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (exchange_class, "got the class PassesOn, whose routing does not pass the hook"),
+        (exchange_class, "the router got the class PassesOn during the session"),
         (exchange_router_and_run, "layer 2: .* did not make for this router. Was the router exchanged"),
         (exchange_router, r"layer 2 .*router.* was exchanged during the session"),
         (exchange_dispatcher, r"layer 2 .*dispatcher.* was exchanged during the session"),
@@ -268,10 +282,11 @@ def test_fused_routers_ask_the_unfused_function_that_was_there_before(monkeypatc
 # ---- hash layers: DeepSeek-V4's router as Megatron-LM's dev branch has it, a table of token ids selects and asks nobody
 
 
-def hashed_chunk():
+def hashed_chunk(says_so=True):
     chunk = Chunk()
     router = chunk.routers[0]
-    router.is_hash_layer = True
+    if says_so:  # miles' has the table alone
+        router.is_hash_layer = True
     router.tid2eid = torch.stack([(torch.arange(32) + k) % 8 for k in range(2)], dim=1)
 
     def by_table(self, logits, *args, **kwargs):
@@ -284,9 +299,9 @@ def hashed_chunk():
     return chunk
 
 
-@pytest.mark.parametrize("layers", [(2, 3), (1, 2, 3)])
-def test_a_hash_layer_is_left_alone_and_the_rest_is_replayed(layers):
-    chunk = hashed_chunk()
+@pytest.mark.parametrize(("layers", "says_so"), [((2, 3), True), ((1, 2, 3), True), ((2, 3), False)])
+def test_a_hash_layer_is_left_alone_and_the_rest_is_replayed(layers, says_so):
+    chunk = hashed_chunk(says_so)
     trace = random_trace(8).select_layers(layers)  # an engine may send routes, or zeros, of the hash layer
     chunk.around = reentrant
     explanation = mrr.explain(chunk)

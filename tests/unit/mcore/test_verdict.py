@@ -59,7 +59,15 @@ def trace_of(num):
 
 
 def summary(**values):
-    nothing = {"replica": 0, "layers": {}, "findings": [], "parts": [], "trace": "a trace", "wrong_rows": []}
+    nothing = {
+        "replica": 0,
+        "layers": {},
+        "findings": [],
+        "parts": [],
+        "trace": "a trace",
+        "wrong_rows": [],
+        "layout": [],
+    }
     return nothing | values
 
 
