@@ -93,7 +93,7 @@ def measure(
         chunk.given = None
 
     def followed() -> None:
-        microbatches.look_up_rows(chunk, read_inputs(model, (ids,), inputs))
+        microbatches.look_up_rows(chunk, read_inputs(Model.forward, (ids,), inputs))
         chunk.given = None
 
     hand, follow = least(150, by_hand, followed)

@@ -28,11 +28,12 @@ from torch import Tensor, nn
 
 from megatron_router_replay.errors import LayoutError, ReplayStateError
 from megatron_router_replay.layout.split import rows_for_router
-from megatron_router_replay.mcore.batches.inputs import read_inputs
+from megatron_router_replay.mcore.batches.forwards import ModelForwards
+from megatron_router_replay.mcore.batches.inputs import ForwardInputs
 from megatron_router_replay.mcore.batches.lookup import RowLookup
 from megatron_router_replay.mcore.batches.samples import samples_of
 from megatron_router_replay.mcore.batches.segments import Partition
-from megatron_router_replay.mcore.model.find import Models, as_chunks, find_routers, unwrap
+from megatron_router_replay.mcore.model.find import Models, as_chunks, find_routers, wrappers
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trainers.seams import bind
 
@@ -93,8 +94,9 @@ def audit(
     the forwards and backwards of a step, because recomputes are taken to run in the order of the forwards before them.
 
     Args:
-        model_chunks: the model or all of its chunks on this rank. Each chunk's forward gets its tokens as `input_ids`, on
-            every pipeline stage; a forward without them is counted in `not_found`.
+        model_chunks: the model or all of its chunks on this rank. Each chunk's forward, or that of the multimodal model
+            around it, gets its tokens as `input_ids`, on every pipeline stage; a forward without them is counted in
+            `not_found`.
         trace: the rollout's routes.
         padding_token_ids, cp_partition_mode: as for `mrr.replay`.
 
@@ -111,8 +113,8 @@ def audit(
     watched = [_WatchedChunk(chunk, trace, lookup, findings) for chunk in chunks]
     with ExitStack() as stack:
         for each in watched:
-            for handle in each.add_hooks():
-                stack.callback(handle.remove)
+            for remove in each.add_hooks():
+                stack.callback(remove)
             stack.enter_context(each.watching_drops())
         yield findings
     for each in watched:
@@ -149,7 +151,7 @@ class _WatchedChunk:
     """The decisions of one chunk in one pass. They stay on the device until the pass ends."""
 
     def __init__(self, chunk: nn.Module, trace: RoutingTrace, lookup: RowLookup, findings: Findings) -> None:
-        self._model, self._trace, self._lookup, self._findings = unwrap(chunk), trace, lookup, findings
+        self._levels, self._trace, self._lookup, self._findings = wrappers(chunk), trace, lookup, findings
         self._routers = [found for found in find_routers(chunk) if not found.is_mtp]
         self._rows: Tensor | None = None  # of the forward that runs now, as the routers see them; None: not found
         self._is_entered = False  # a forward runs now, so its rows were found, or counted as not found
@@ -157,18 +159,16 @@ class _WatchedChunk:
         self._chosen: Tensor | None = None  # by the router that runs now, before Megatron-Core drops tokens
         self._decisions: list[tuple[str, bool, Tensor, Tensor, Tensor]] = []
 
-    def add_hooks(self) -> list[Any]:
-        """Put the hooks on, and return their handles."""
+    def add_hooks(self) -> Iterator[Any]:
+        """Put the hooks on, and yield what removes each."""
         if not self._routers:
-            return []
-        handles: list[Any] = [
-            self._model.register_forward_pre_hook(self._entered, with_kwargs=True),
-            self._model.register_forward_hook(self._left, always_call=True),
-        ]
+            return
+        forwards = ModelForwards(self._levels, begin=self._entered, end=self._left, is_new=lambda: not _in_backward())
+        forwards.wrap()
+        yield forwards.unwrap
         for found in self._routers:
             routed = partial(self._routed, found.layer_number, deque())
-            handles.append(found.router.register_forward_hook(routed, always_call=True))
-        return handles
+            yield found.router.register_forward_hook(routed, always_call=True).remove
 
     @contextmanager
     def watching_drops(self) -> Iterator[None]:
@@ -188,13 +188,12 @@ class _WatchedChunk:
         self._chosen = bind(original, *args, **kwargs).arguments["routing_map"]
         return original(*args, **kwargs)
 
-    def _entered(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _entered(self, inputs: ForwardInputs) -> None:
         """Find the rows of a forward's tokens."""
-        if _in_backward():
-            return
+        module = self._levels[-1]
         self._is_entered, self._has_backward = True, torch.is_grad_enabled()
         try:
-            rows = self._lookup.find(module, read_inputs(module, args, kwargs), "audit").rows
+            rows = self._lookup.find(module, inputs, "audit").rows
         except (LayoutError, ReplayStateError) as error:
             if not self._findings.not_found:
                 _LOG.warning("audit: a forward is not compared: %s", error)
@@ -209,7 +208,7 @@ class _WatchedChunk:
             sequence_parallel=bool(config.sequence_parallel),
         )
 
-    def _left(self, *_: Any) -> None:
+    def _left(self, failed: bool) -> None:
         """Forget the rows of a forward that ends: routers that run after it have tokens of their own."""
         self._rows, self._is_entered, self._has_backward = None, False, True
 

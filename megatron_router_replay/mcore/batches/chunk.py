@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
-from types import MethodType
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -13,17 +12,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 
 from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.layout.split import rows_for_router
-from megatron_router_replay.mcore.batches.inputs import ForwardInputs, read_inputs
+from megatron_router_replay.mcore.batches.forwards import ModelForwards
 from megatron_router_replay.mcore.batches.microbatch import Microbatch
 from megatron_router_replay.mcore.core.counts import Counts
 from megatron_router_replay.mcore.model.find import FoundRouter, wrappers
-
-_CACHE_KEYWORDS = ("inference_context", "inference_params")
-"""Keywords of Megatron-Core by which a forward continues the sequences of earlier ones."""
 
 
 class Chunk:
@@ -68,8 +63,13 @@ class Chunk:
         self._sequence_parallel = bool(self.config.sequence_parallel)
         self.counts = Counts()  # of micro-batches, and of rows by kind
         self._microbatches: Any = None
-        self._wrapped: dict[str, Any] = {}  # name -> the session's method on the module
-        self._replaced: dict[str, Any] = {}  # name -> the instance's own method before, None: it had the class's
+        self._forwards = ModelForwards(
+            self.levels,
+            begin=lambda inputs: self._microbatches.on_forward(self, inputs),
+            end=lambda failed: self.leave(failed=failed),
+            plan=lambda inputs: self._microbatches.look_up_rows(self, inputs),
+            is_new=lambda: bool(self._microbatches.is_new_forward()),
+        )
 
     @property
     def module(self) -> nn.Module:
@@ -252,60 +252,9 @@ class Chunk:
         """Wrap the methods that begin micro-batches; they call the session's in each forward."""
         # Weakly, so that methods which a copy of the model keeps do not keep the session.
         self._microbatches = weakref.proxy(microbatches)
-        self._wrap("forward", lambda inputs: self._microbatches.on_forward(self, inputs), is_running=True)
-        if hasattr(self.module, "build_schedule_plan"):  # its layers run later, outside of a forward of the module
-            self._wrap(
-                "build_schedule_plan", lambda inputs: self._microbatches.look_up_rows(self, inputs), is_running=False
-            )
-
-    def _wrap(self, name: str, begin: Callable[[ForwardInputs], None], *, is_running: bool) -> None:
-        """Wrap a method of the module: `begin` gets the inputs of each call, after every hook on the module."""
-        module, replaced = self.module, vars(self.module).get(name)
-        # The class's method, or one that is bound to this instance: a copy of the model calls it with itself.
-        is_method = replaced is None or getattr(replaced, "__self__", None) is module
-        method: Any = getattr(type(module), name) if replaced is None else getattr(replaced, "__func__", replaced)
-
-        @_disable_dynamo
-        def enter(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-            # A copy of the model that was made inside the session is not under it.
-            if called is not module or bound is not self._wrapped.get(name) or not self._microbatches.is_new_forward():
-                return False
-            if self.given is None and any(kwargs.get(name) is not None for name in _CACHE_KEYWORDS):
-                raise ReplayStateError(
-                    f"MRR424: {self.where}: {type(module).__name__} got an inference_context, and its cache has "
-                    "the tokens before its input_ids, so their rows cannot be found. Generate inside `session.paused()`."
-                )
-            begin(read_inputs(module, args, kwargs))
-            return is_running
-
-        @_disable_dynamo
-        def leave(*, failed: bool) -> None:
-            self.leave(failed=failed)
-
-        def wrapped(called: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            is_entered, failed = enter(called, args, kwargs), True
-            try:
-                output = method(called, *args, **kwargs) if is_method else method(*args, **kwargs)
-                failed = False
-            finally:
-                if is_entered:
-                    leave(failed=failed)
-            return output
-
-        wrapped.__name__ = name
-        # A bound method: copy.deepcopy binds it to the copy.
-        bound = MethodType(wrapped, module)
-        self._wrapped[name] = bound
-        self._replaced[name] = replaced
-        setattr(module, name, bound)
+        self._forwards.wrap()
 
     def unwrap(self) -> None:
         """Put the methods back, and forget every micro-batch."""
-        for name, bound in self._wrapped.items():
-            # A wrapper that was put around ours inside the session keeps it, and ours passes calls on.
-            if vars(self.module).get(name) is bound:
-                if self._replaced[name] is None:
-                    delattr(self.module, name)
-                else:
-                    setattr(self.module, name, self._replaced[name])
-        self._wrapped, self.given, self.current = {}, None, None
+        self._forwards.unwrap()
+        self.given, self.current = None, None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,29 +15,41 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from megatron_router_replay.checks import as_integers
-from megatron_router_replay.errors import LayoutError
+from megatron_router_replay.errors import LayoutError, ReplayStateError
+from megatron_router_replay.mcore.batches.hidden_states import INSERTS, ForwardTokens, alignment
 from megatron_router_replay.mcore.batches.segments import Partition, Segments
 from megatron_router_replay.mcore.core.streams import collective_device, to_host
 
 MAX_TOKEN = (1 << 31) - 1
 """The highest token id; a trace has 32 bits for it."""
 
+_CACHE_KEYWORDS = ("inference_context", "inference_params")
+"""Keywords of Megatron-Core by which a forward continues the sequences of earlier ones."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardInputs:
-    """The arguments of a chunk's forward from which its tokens are read.
+    """The arguments of a forward from which its tokens are read.
 
     Args:
         input_ids: [b, s] integers; None: the call has none.
         packed_seq_params: Megatron's PackedSeqParams; None: a padded batch.
         padding_mask: bool, True: padding; None: not given.
+        attention_mask: [b, s] integers or bool, 0: padding; None: not given, or of another shape.
         position_ids: [b, s] integers; None: not given, or of another shape.
+        hidden: [s, b, h] that layers get; None: the call has none, so tokens are embedded as they are.
+        outer: the inputs of the model around this one, whose tokens `hidden` was made of; None: these are its own.
+        has_cache: it got a cache with the tokens before its own.
     """
 
     input_ids: Tensor | None
     packed_seq_params: Any = None
     padding_mask: Tensor | None = None
+    attention_mask: Tensor | None = None
     position_ids: Tensor | None = None
+    hidden: Tensor | None = None
+    outer: ForwardInputs | None = None
+    has_cache: bool = False
 
     @property
     def cu_seqlens(self) -> Tensor | None:
@@ -52,31 +64,42 @@ class ForwardInputs:
         return getattr(self.packed_seq_params, "cu_seqlens_q", None)
 
 
-@lru_cache(maxsize=16)  # every micro-batch reads the same signature
-def _positional_names(forward: Callable[..., Any]) -> tuple[str, ...]:
+@lru_cache(maxsize=32)  # every micro-batch reads the same signatures
+def positional_names(function: Callable[..., Any]) -> tuple[str, ...]:
     """Return the names of the arguments that may be given by position, `self` among them."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple(name for name, each in inspect.signature(forward).parameters.items() if each.kind in kinds)
+    return tuple(name for name, each in inspect.signature(function).parameters.items() if each.kind in kinds)
 
 
-def read_inputs(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> ForwardInputs:
-    """Return the ForwardInputs of a call of a module, by name or by position."""
-    # One that is given twice, or too many of them: the forward itself raises.
-    named = dict(zip(_positional_names(type(module).forward)[1:], args)) | kwargs
-    ids, position_ids = named.get("input_ids"), named.get("position_ids")
+def read_inputs(method: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> ForwardInputs:
+    """Return the ForwardInputs of a call of a method of a model, by name or by position."""
+    # One that is given twice, or too many of them: the method itself raises.
+    named = dict(zip(positional_names(method)[1:], args)) | kwargs
+    ids = named.get("input_ids")
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_nested or ids.dim() not in (1, 2):
         ids = None
     if ids is not None and ids.dim() == 1:
         ids = ids.unsqueeze(0)
-    # Of another shape, such as M-RoPE's [3, b, s], `Segments.cut` cannot read them.
-    if not isinstance(position_ids, Tensor) or ids is None or position_ids.shape != ids.shape:
-        position_ids = None
+    hidden = named.get("decoder_input")
     return ForwardInputs(
         input_ids=ids,
         packed_seq_params=named.get("packed_seq_params"),
         padding_mask=named.get("padding_mask"),
-        position_ids=position_ids,
+        attention_mask=_of_shape(ids, named.get("attention_mask")),
+        # Of another shape, such as M-RoPE's [3, b, s], `Segments.cut` cannot read them.
+        position_ids=_of_shape(ids, named.get("position_ids")),
+        hidden=hidden if isinstance(hidden, Tensor) and hidden.dim() == 3 else None,
+        has_cache=any(named.get(name) is not None for name in _CACHE_KEYWORDS),
     )
+
+
+TAKEN = ForwardInputs(input_ids=None)
+"""In place of the inputs around a language model, once a forward of it took them."""
+
+
+def _of_shape(ids: Tensor | None, values: Any) -> Tensor | None:
+    is_like = isinstance(values, Tensor) and ids is not None and values.shape == ids.shape
+    return values if is_like and not values.is_floating_point() else None
 
 
 def context_parallel_group(module: nn.Module, packed: Any) -> dist.ProcessGroup | None:
@@ -100,10 +123,15 @@ def context_parallel_group(module: nn.Module, packed: Any) -> dist.ProcessGroup 
     return None if group is None or group.size() == 1 else group
 
 
-def received_shape(module: nn.Module) -> tuple[int, int] | None:
-    """Return [b, s] of a later stage's hidden states; None: this stage embeds tokens."""
-    hidden = getattr(getattr(module, "decoder", None), "input_tensor", None)  # [s, b, h]
-    if getattr(module, "pre_process", True) or not isinstance(hidden, Tensor):
+def hidden_shape(module: nn.Module, hidden: Tensor | None) -> tuple[int, int] | None:
+    """Return [b, s] of the hidden states that the layers of a module get; None: it embeds its tokens as they are.
+
+    Args:
+        hidden: [s, b, h] that it got; None: none.
+    """
+    if not getattr(module, "pre_process", True):
+        hidden = getattr(getattr(module, "decoder", None), "input_tensor", None)
+    if not isinstance(hidden, Tensor):
         return None
     config: Any = module.config
     # Sequence parallelism splits s over the tensor-parallel ranks.
@@ -126,6 +154,11 @@ class TokenReader:
         if cp_partition_mode not in (None, "zigzag", "contiguous"):
             raise LayoutError(f"MRR101: cp_partition_mode={cp_partition_mode!r} must be 'zigzag' or 'contiguous'.")
         self.padding_token_ids: tuple[int, ...] | None = None
+        if isinstance(padding_token_ids, Sequence) and None in padding_token_ids:
+            raise LayoutError(
+                f"MRR101: padding_token_ids={list(padding_token_ids)}: a tokenizer without a pad token has None. Give the "
+                "token that fills your batches, or [] if nothing does."
+            )
         if padding_token_ids is not None:
             # torch would make a float tensor of an empty list.
             is_empty = isinstance(padding_token_ids, Sequence) and not padding_token_ids
@@ -133,7 +166,7 @@ class TokenReader:
             self.padding_token_ids = tuple(as_integers(given, "padding_token_ids").reshape(-1).tolist())
         self._partition = cp_partition_mode
 
-    def segments_of(
+    def _segments_of(
         self,
         inputs: ForwardInputs,
         shape: tuple[int, int],
@@ -158,42 +191,184 @@ class TokenReader:
             )
         return Segments.of(shape, cu_seqlens, unpadded=unpadded, cp_size=size, partition=partition)
 
-    def read(self, inputs: ForwardInputs, group: dist.ProcessGroup | None) -> tuple[Segments, Any]:
-        """Return the Segments of a forward, and the tokens of all ranks, [total] int64, on the host.
+    def read(self, module: nn.Module, inputs: ForwardInputs, where: str) -> ForwardTokens:
+        """Return the tokens of a forward, on the host, and where they stand in its hidden states.
 
         Where some of the inputs are on a GPU, the host waits for it once.
 
+        Args:
+            module: the innermost chunk.
+            where: the rank, chunk and micro-batch, for messages.
+
         Raises:
-            LayoutError: a token id is below 0, or 2 ** 31 or more.
+            ReplayStateError: the call has no ids.
+            LayoutError: a token id is below 0, or 2 ** 31 or more; or they are laid out as nothing that is known.
         """
-        ids = inputs.input_ids
-        assert ids is not None, "checked"
-        # Packed sequences have cu_seqlens, so position_ids cut rows of a padded batch alone.
-        mask, positions = inputs.padding_mask, inputs.position_ids if inputs.cu_seqlens is None else None
-        if mask is not None and mask.numel() != ids.numel():
-            mask = None  # of another layout than the tokens
-        unpadded = None if inputs.unpadded_cu_seqlens is inputs.cu_seqlens else inputs.unpadded_cu_seqlens
-        columns = [each for each in (ids, mask, positions) if each is not None]
-        device = None if group is None else collective_device(group)
-        if group is not None and device is not None and device.type != "cpu":
-            columns = _gathered([each.to(device) for each in columns], group)
-        *arrays, cu_seqlens, unpadded = to_host([*columns, inputs.cu_seqlens, unpadded])
-        if group is not None and device is not None and device.type == "cpu":
-            arrays = to_host(_gathered([torch.from_numpy(each) for each in arrays], group))
-        segments = self.segments_of(inputs, (int(ids.shape[0]), int(ids.shape[1])), group, cu_seqlens, unpadded)
-        flat = [segments.in_order(each) for each in arrays]
-        tokens = flat[0]
+        source = inputs if inputs.outer is None else inputs.outer
+        if inputs.has_cache:
+            raise ReplayStateError(
+                f"MRR424: {where}: {type(module).__name__} got an inference_context, and its cache has the tokens before "
+                "its input_ids, so their rows cannot be found. Generate inside `session.paused()`."
+            )
+        if source is TAKEN:
+            raise ReplayStateError(
+                f"MRR407: {where}: {type(module).__name__} ran twice in one forward of the model around it, so which of its "
+                "tokens it has is not known. Run the second one inside `session.paused()`, or give its rows [b, s] by "
+                "session.microbatch(rows, model) right before it."
+            )
+        if source.input_ids is None:
+            raise ReplayStateError(
+                f"MRR424: {where}: {type(module).__name__} got no input_ids, nor did a model around it, so the tokens that "
+                "it routes are not known. Pass input_ids to every pipeline stage; open the session on the model that gets "
+                "them, as a multimodal model, not on a part of it; or give rows [b, s] right before the forward, by "
+                "session.microbatch(rows, model)."
+            )
+        group = context_parallel_group(module, inputs.packed_seq_params)
+        kind = _Kind.of(module, inputs, source)
+        (ids, *arrays), bounds, outer_bounds, language_ids = _read_host(inputs, source, kind, group)
+        layout = self._segments_of(inputs, kind.shape, group, *bounds)
+        raw = layout
+        if not kind.is_alike or (outer_bounds is not None and group is None and not _same(outer_bounds[0], bounds[0])):
+            was = (bounds if outer_bounds is None else outer_bounds) if kind.was_packed else (None, None)
+            if was[0] is not None and was[0][-1] > kind.ids_shape[1]:
+                raise LayoutError(
+                    f"MRR201: {where}: input_ids have {kind.ids_shape[1]} packed tokens, and cu_seqlens are of {was[0][-1]} "
+                    f"hidden states: {INSERTS}"
+                )
+            raw = Segments.of(kind.ids_shape, was[0], unpadded=was[1])
+        is_alike = raw is layout
+        tokens, *arrays = (raw.in_order(each) for each in (ids, *arrays))
         if tokens.size and not 0 <= tokens.min() <= tokens.max() <= MAX_TOKEN:
             at = int(np.flatnonzero((tokens < 0) | (tokens > MAX_TOKEN))[0])
             raise LayoutError(
-                f"MRR201: {segments.place(at)} is {int(tokens[at])}: token ids must be 0 to 2 ** 31 - 1. A model that puts "
+                f"MRR201: {raw.place(at)} is {int(tokens[at])}: token ids must be 0 to 2 ** 31 - 1. A model that puts "
                 "other inputs at such places takes session.microbatch(rows, model)."
             )
-        if positions is not None:
-            segments = segments.cut(flat[-1])
-        if mask is not None:
-            segments = segments.with_lengths(flat[1] != 0)
-        return segments, tokens
+        masks = dict(zip(kind.columns[1:], arrays))
+        if "position_ids" in masks:
+            raw = raw.cut(masks["position_ids"])
+        raw, kept = self._with_lengths(raw, masks)
+        if (
+            not (is_alike or kind.was_packed or raw.lengths_known or self.padding_token_ids is not None)
+            and kind.is_packed
+        ):
+            # cu_seqlens gives the lengths of packed sequences, so raw tokens after them are padding.
+            size = (layout.stop - layout.begin)[: len(raw.begin)]
+            if len(size) == len(raw.begin):
+                raw = replace(raw, stop=np.minimum(raw.stop, raw.begin + size))
+        cp_size = 1 if group is None else group.size()
+        is_later = inputs.outer is None and not getattr(module, "pre_process", True)
+        return ForwardTokens(
+            segments=raw,
+            tokens=tokens,
+            layout=raw if is_alike else layout,
+            is_packed=(kind.was_packed, kind.is_packed),
+            rank=0 if group is None else group.rank(),
+            kept=kept,
+            align=None if is_alike or is_later else alignment(module.config, len(raw.begin) - kind.was_packed, cp_size),
+            language_ids=None if language_ids is None else language_ids.ravel(),
+        )
+
+    def _with_lengths(self, segments: Segments, masks: dict[str, Any]) -> tuple[Segments, Any]:
+        """Return the Segments with the lengths that masks give, and what an attention mask keeps, see ForwardTokens."""
+        padding, attention = masks.get("padding_mask"), masks.get("attention_mask")
+        if padding is None and attention is None:
+            return segments, None
+        by_attention = segments if attention is None else segments.with_lengths(attention == 0)
+        if padding is None:
+            known = by_attention
+            # It may count padding as tokens, as NeMo-RL's does, so declared padding is looked for inside of it.
+            if self.padding_token_ids:
+                known = replace(known, may_pad=True, searches_left=segments.searches_left)
+        else:
+            known = segments.with_lengths((padding != 0) | (False if attention is None else attention == 0))
+        kept = None
+        if attention is not None:
+            start, stop = by_attention.start, by_attention.stop
+            sums = np.append(0, (attention != 0).cumsum())
+            kept = start - segments.begin, stop - segments.begin, sums[segments.end] - sums[segments.begin]
+        return known, kept
+
+
+class _Kind(NamedTuple):
+    """What the shapes of a forward say about its tokens, before the host has read them.
+
+    Args:
+        ids_shape, shape: [b, s] of the tokens, and of the hidden states.
+        was_packed, is_packed: the tokens, and the hidden states, are packed sequences.
+        is_alike: they are laid out alike; context-parallel ranks have a part of the tokens each.
+        columns: names of the inputs with a value for each token.
+    """
+
+    ids_shape: tuple[int, int]
+    shape: tuple[int, int]
+    was_packed: bool
+    is_packed: bool
+    is_alike: bool
+    columns: tuple[str, ...]
+
+    @classmethod
+    def of(cls, module: nn.Module, inputs: ForwardInputs, source: ForwardInputs) -> _Kind:
+        assert source.input_ids is not None, "checked"
+        ids_shape = int(source.input_ids.shape[0]), int(source.input_ids.shape[1])
+        shape = hidden_shape(module, inputs.hidden) or ids_shape
+        cu_seqlens, is_packed = inputs.cu_seqlens if source.cu_seqlens is None else source.cu_seqlens, False
+        was_packed = cu_seqlens is not None and (ids_shape[0] == 1 or shape == ids_shape)
+        if cu_seqlens is not None and ids_shape[0] == 1 and cu_seqlens.numel() == 2:
+            # One sequence alone may be a row with padding, which packing removes.
+            is_kept = has_own_forward(module, inputs) and source.attention_mask is not None
+            was_packed = shape == ids_shape and not is_kept
+        is_packed = inputs.cu_seqlens is not None
+        is_alike = shape == ids_shape and was_packed == is_packed
+        columns = ["input_ids"]
+        # A mask of another layout than the tokens says nothing.
+        if source.padding_mask is not None and source.padding_mask.numel() == source.input_ids.numel():
+            columns.append("padding_mask")
+        if source.attention_mask is not None:
+            columns.append("attention_mask")
+        # Packed sequences have cu_seqlens, so position_ids cut rows of a padded batch alone.
+        if source.position_ids is not None and is_alike and not is_packed:
+            columns.append("position_ids")
+        return cls(ids_shape, shape, was_packed, is_packed, is_alike, tuple(columns))
+
+
+def has_own_forward(module: nn.Module, inputs: ForwardInputs | None = None) -> bool:
+    """Return whether layers may get tokens in another layout than the module: not where its forward is Megatron-Core's."""
+    return (inputs is not None and inputs.outer is not None) or not type(module).forward.__module__.startswith(
+        "megatron.core."
+    )
+
+
+def _read_host(
+    inputs: ForwardInputs, source: ForwardInputs, kind: _Kind, group: Any
+) -> tuple[list[Any], Any, Any, Any]:
+    """Return on the host: the columns of all ranks that have a part of the tokens, bounds, those around them, and more ids.
+
+    One wait for a GPU.
+    """
+    columns: list[Tensor] = [getattr(source, name) for name in kind.columns]
+    bounds = [
+        inputs.cu_seqlens,
+        None if inputs.unpadded_cu_seqlens is inputs.cu_seqlens else inputs.unpadded_cu_seqlens,
+    ]
+    has_outer_bounds = source.cu_seqlens is not None and source.cu_seqlens is not inputs.cu_seqlens
+    if has_outer_bounds:
+        bounds += [source.cu_seqlens, source.unpadded_cu_seqlens]
+    ids = inputs.input_ids if inputs.outer is not None else None
+    if ids is not None and tuple(ids.shape) != kind.shape:
+        ids = None
+    device = collective_device(group) if group is not None and kind.is_alike else None
+    if device is not None and device.type != "cpu":
+        columns = _gathered([each.to(device) for each in columns], group)
+    *arrays, ids = to_host([*columns, *bounds, ids])
+    arrays, host_bounds = arrays[: len(columns)], arrays[len(columns) :]
+    if device is not None and device.type == "cpu":
+        arrays = to_host(_gathered([torch.from_numpy(each) for each in arrays], group))
+    return arrays, host_bounds[:2], host_bounds[2:] if has_outer_bounds else None, ids
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is not None and other is not None and np.array_equal(one, other)
 
 
 def _gathered(columns: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:

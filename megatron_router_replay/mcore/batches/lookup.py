@@ -11,7 +11,6 @@ its tokens are known, and in which trace row the first one is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,13 +18,11 @@ import torch
 from torch import nn
 
 from megatron_router_replay.checks import warn
-from megatron_router_replay.errors import LayoutError, ReplayStateError, listed
+from megatron_router_replay.errors import LayoutError, listed
 from megatron_router_replay.mcore.batches import misfit
 from megatron_router_replay.mcore.batches.inputs import (
     ForwardInputs,
     TokenReader,
-    context_parallel_group,
-    received_shape,
 )
 from megatron_router_replay.mcore.batches.misfit import CUT, PADDED_LEFT, Misfit, Names
 from megatron_router_replay.mcore.batches.row_inputs import RowInputs
@@ -38,7 +35,6 @@ from megatron_router_replay.mcore.batches.samples import (
     unlike,
 )
 from megatron_router_replay.mcore.batches.segments import Partition, Segments
-from megatron_router_replay.mcore.core.streams import to_host
 from megatron_router_replay.trace import RoutingTrace
 
 
@@ -58,7 +54,7 @@ class _Limits(NamedTuple):
 
 def _limits(segments: Segments, tokens: Any, declared: tuple[int, ...] | None) -> _Limits:
     start, stop = segments.start, segments.stop
-    if segments.lengths_known or not tokens.size or declared == ():
+    if (segments.lengths_known and not segments.may_pad) or not tokens.size or declared == ():
         return _Limits(start, stop, stop)
     if declared is None:
         # The last token, and all equal ones in front of it, may be padding.
@@ -100,7 +96,7 @@ class RowLookup:
     def find(self, module: nn.Module, inputs: ForwardInputs, where: str) -> RowInputs:
         """Return the rows of a forward on this rank.
 
-        RowInputs.token_ids is None on a later stage whose input_ids have another shape than its hidden states.
+        RowInputs.token_ids is None where the tokens are laid out in another way than the hidden states.
 
         Args:
             module: the innermost chunk.
@@ -108,71 +104,27 @@ class RowLookup:
 
         Raises:
             ReplayStateError: the call has no ids.
-            LayoutError: a sequence fits no sample, or several samples with different routes, or may have padding.
+            LayoutError: a sequence fits no sample, or several samples with different routes, or may have padding; or tokens
+                and hidden states differ in number.
         """
-        ids = inputs.input_ids
-        if ids is None:
-            raise ReplayStateError(
-                f"MRR424: {where}: {type(module).__name__} got no input_ids, so its rows cannot be found. Pass input_ids to "
-                "every pipeline stage, open the session on the model that gets them (not on a part of it, as its decoder; of "
-                "a model with images, on its language model), or give rows [b, s] by session.microbatch(rows, model) before "
-                "the forward."
+        read = self._reader.read(module, inputs, where)
+        segments, tokens = read.segments, read.tokens
+        readings = self._read(segments, tokens, where)
+        start, count, row, live = _columns(readings)
+        first = segments.start + start
+        rows, padding = segments.rows(first, count, row, live)
+        if len(segments.jumps) and _jumps_inside(rows, segments.jumps):
+            raise LayoutError(
+                f"MRR206: {where}: position_ids restart or jump within the tokens of one sample, so this row holds "
+                "several sequences: give the model packed_seq_params."
             )
-        group, shape = context_parallel_group(module, inputs.packed_seq_params), received_shape(module)
-        rank = 0 if group is None else group.rank()
-        # Raw tokens: a later stage may get whole sequences, as they were before they were packed or split over ranks.
-        is_raw = shape is not None and shape != tuple(ids.shape)
-        if not is_raw:
-            segments, tokens = self._reader.read(inputs, group)
-            readings = self._read(segments, tokens, where)
-            start, count, row, live = _columns(readings)
-            rows, padding = segments.rows(segments.start + start, count, row, live)
-            if len(segments.jumps) and _jumps_inside(rows, segments.jumps):
-                raise LayoutError(
-                    f"MRR206: {where}: position_ids restart or jump within the tokens of one sample, so this row holds "
-                    "several sequences: give the model packed_seq_params."
-                )
-        else:
-            assert shape is not None, "a later stage"
-            segments, readings, rows, padding = self._of_raw_tokens(inputs, shape, group, where)
+        positions = read.token_positions(first, first + count + live, where)
         return RowInputs(
-            rows=segments.of_rank(rows, rank),
-            token_ids=None if is_raw else segments.of_rank(tokens, rank),
-            padding=None if padding is None else segments.of_rank(padding, rank),
+            rows=read.of_rank(_placed(rows, positions, -1)),
+            token_ids=read.of_rank(tokens) if positions is None else None,
+            padding=read.of_rank(padding) if (padding := _placed_padding(padding, positions)) is not None else None,
             num_ambiguous=sum(each.is_ambiguous for each in readings),
         )
-
-    def _of_raw_tokens(self, inputs: ForwardInputs, shape: tuple[int, int], group: Any, where: str) -> Any:
-        """Return the segments of the hidden states, the readings of the raw tokens, and rows and padding, [total]."""
-        raw, tokens = self._reader.read(
-            ForwardInputs(input_ids=inputs.input_ids, padding_mask=inputs.padding_mask), None
-        )
-        segments = self._reader.segments_of(
-            inputs, shape, group, *to_host([inputs.cu_seqlens, inputs.unpadded_cu_seqlens])
-        )
-        is_packed = inputs.cu_seqlens is not None
-        num_computed = len(segments.begin) - is_packed  # the last segment of a packed row is its rest
-        if num_computed != len(raw.begin):
-            raise LayoutError(
-                f"MRR201: {where}: this pipeline stage was given input_ids of {len(raw.begin)} sequences and computes "
-                f"{num_computed}: pass it the ids as the first stage gets them."
-            )
-        lengths = (segments.stop - segments.begin)[:num_computed]
-        if is_packed and self._padding is None and not raw.lengths_known:
-            # cu_seqlens gives the lengths of packed sequences, so raw tokens after them are padding.
-            raw = replace(raw, stop=np.minimum(raw.stop, raw.begin + lengths))
-        readings = self._read(raw, tokens, where)
-        start, count, row, live = _columns(readings)
-        # Packing removes padding on the left, and may cut a sequence on the right. Rows that were split keep both.
-        offset = (raw.start - raw.begin + start) * (not is_packed and raw.total == segments.total)
-        lengths = lengths - offset
-        count = np.minimum(count, lengths)
-        live = np.minimum(live, lengths - count)
-        first = segments.begin.copy()
-        first[:num_computed] += offset
-        rest = np.zeros(len(first) - num_computed, np.int64)
-        count, row, live = (np.concatenate([each, rest]) for each in (count, row, live))
-        return segments, readings, *segments.rows(first, count, row, live)
 
     def _read(self, segments: Segments, tokens: Any, where: str) -> list[Reading]:
         """Return the Reading of each segment.
@@ -278,9 +230,10 @@ class RowLookup:
             self.layout.add(CUT)
         if segments.start is segments.begin and not any(each.start for each in readings):
             return
+        begins = segments.start if segments.may_pad else segments.begin  # what a mask hides is padding
         fronts = {
             tuple(tokens[begin : start + each.start].tolist())
-            for begin, start, each in zip(segments.begin.tolist(), segments.start.tolist(), readings)
+            for begin, start, each in zip(begins.tolist(), segments.start.tolist(), readings)
             if each.known
         }
         if any(fronts):
@@ -324,18 +277,12 @@ def number_tokens(reader: TokenReader, module: nn.Module, inputs: ForwardInputs,
     """Number the tokens of a recorded forward in the order of its samples, from 0.
 
     Raises:
-        ReplayStateError: the call has no ids, or this stage has them in another layout than its hidden states.
-        LayoutError: rows of a batch, or sequences that begin or end with equal tokens, may be padded.
+        ReplayStateError: the call has no ids.
+        LayoutError: rows of a batch, or sequences that begin or end with equal tokens, may be padded; or tokens and hidden
+            states differ in number.
     """
-    ids, shape = inputs.input_ids, received_shape(module)
-    if ids is None or (shape is not None and shape != tuple(ids.shape)):
-        given = "no input_ids" if ids is None else f"input_ids {list(ids.shape)} for hidden states {list(shape or ())}"
-        raise ReplayStateError(
-            f"MRR424: {where}: {type(module).__name__} got {given}, so the tokens that it routes are not known. Pass the "
-            "ids of the first stage to every pipeline stage, or give rows [b, s] by recording.microbatch(rows, model)."
-        )
-    group = context_parallel_group(module, inputs.packed_seq_params)
-    segments, tokens = reader.read(inputs, group)
+    read = reader.read(module, inputs, where)
+    segments, tokens = read.segments, read.tokens
     if reader.padding_token_ids is None and not segments.lengths_known:
         # Whether a last token is padding is not to be seen, and a wrong guess makes a wrong trace: the caller decides.
         what = ""
@@ -352,14 +299,30 @@ def number_tokens(reader: TokenReader, module: nn.Module, inputs: ForwardInputs,
     count = stop - start
     count[start > stop] = 0  # padding alone
     rows, padding = segments.rows(start, count, count.cumsum() - count, np.zeros_like(count))
-    rank = 0 if group is None else group.rank()
+    positions = read.token_positions(start, start + count, where)
+    rows, padding = _placed(rows, positions, -1), _placed_padding(padding, positions)
     return RowInputs(
-        rows=segments.of_rank(rows, rank),
-        # A copy: trainers reuse the buffer, and a recording keeps it until the trace is made.
-        token_ids=segments.of_rank(tokens, rank).clone(),
-        padding=None if padding is None else segments.of_rank(padding, rank),
+        rows=read.of_rank(rows),
+        # A copy: trainers reuse the buffer, and a recording keeps it until the trace is made. Stages may pad differently.
+        token_ids=read.of_rank(np.where(rows >= 0, _placed(tokens, positions, -1), -1)),
+        padding=None if padding is None else read.of_rank(padding),
         lengths=torch.from_numpy(count),
     )
+
+
+def _placed(values: Any, positions: Any, fill: int) -> Any:
+    """Return values of tokens as values of hidden states, `fill` where there is no token."""
+    return values if positions is None else np.where(positions >= 0, values[positions], fill)
+
+
+def _placed_padding(padding: Any, positions: Any) -> Any:
+    """Return the mask of padding of hidden states; None: none is."""
+    if positions is None:
+        return padding
+    placed = positions < 0
+    if padding is not None:
+        placed |= padding[positions]
+    return placed if placed.any() else None
 
 
 def _ends_in_equal_tokens(segments: Segments, tokens: Any) -> bool:

@@ -79,7 +79,7 @@ class Microbatch:
         if tuple(shape) != expected and not (len(shape) == 1 and expected[1] == 1 and shape[0] == expected[0]):
             raise ReplayStateError(
                 f"MRR201: {where}, micro-batch {self.number}: the router routes tokens of [s, b] = {list(shape)} on "
-                f"this rank, the routes are for {list(expected)}: they must have the shape of this micro-batch's "
-                "input_ids, [b, s]. If the model inserts positions itself (images), open the session on its language "
-                "model, and give it the rows that this gets."
+                f"this rank, the routes are for {list(expected)}: they must have the shape of what the model's layers get. A "
+                "model that inserts positions itself (several embeddings for one token) takes rows [b, s] of these, by "
+                "session.microbatch(rows, model)."
             )

@@ -91,6 +91,8 @@ class LiveAgreement:
     def __str__(self) -> str:
         if self.all_layers is None:
             return "the live router was compared in no row"
+        if not self.judged:
+            return f"too few routes were compared to judge any of {self.num_layers} layers"
         judged = f"{len(self.judged)} of {self.num_layers} layers judged"
         return f"the live router agrees with {self.all_layers:.1%} of the trace's routes beyond chance ({judged})"
 

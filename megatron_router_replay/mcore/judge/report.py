@@ -52,7 +52,8 @@ class SessionReport:
 
     Args:
         kind: "replay", "record" or "freeze_recompute".
-        routers: routers of the session.
+        routers: routers of the session, on all ranks.
+        ranks: how many are counted.
         microbatches: micro-batches that reached every router of the first chunk; in a freeze, forwards of chunks.
         forwards, recomputes: forwards and recomputes of single routers.
         rows_replayed: rows that used the given routes.
@@ -71,6 +72,7 @@ class SessionReport:
 
     kind: str
     routers: int = 0
+    ranks: int = 1
     microbatches: int = 0
     forwards: int = 0
     recomputes: int = 0
@@ -134,8 +136,8 @@ class SessionReport:
 
         `agreement` is four numbers, where it was measured.
         """
-        # `counted_at` is for `reduce` alone: it is a place, not a count.
-        left_out = ("counted_at", "wrong_rows")
+        # `counted_at` is for `reduce` alone, and `ranks` for the text.
+        left_out = ("counted_at", "wrong_rows", "ranks")
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in left_out}
         agreement = values.pop("agreement")
         values |= {f"decisions_{name}": count for name, count in values.pop("decisions").items()}
@@ -184,7 +186,8 @@ class SessionReport:
         return Table(words=(0, 2), rows=rows)
 
     def _headline(self) -> str:
-        head = f"router {self.kind}: {self.routers} routers, {self.microbatches} micro-batches"
+        of_ranks = "" if self.ranks == 1 else f" on {self.ranks} ranks"
+        head = f"router {self.kind}: {self.routers} routers{of_ranks}, {self.microbatches} micro-batches"
         return head if self.agreement is None else f"{head}; {self.agreement}"
 
     def __str__(self) -> str:
@@ -200,7 +203,7 @@ def share_of(rows_replayed: int, rows_live: int) -> float | None:
 
 
 _COUNTS = [each.name for each in fields(SessionReport) if str(each.type) == "int"]
-_OF_RANK = ("routers", "forwards", "recomputes")
+_OF_RANK = ("routers", "ranks", "forwards", "recomputes")
 _OF_FORWARDS = ("microbatches", "segments_ambiguous")
 """Counts of whole micro-batches: each rank that has a part of one counts it."""
 _OF_ROWS = [name for name in _COUNTS if name not in _OF_RANK + _OF_FORWARDS]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
@@ -105,8 +106,49 @@ def wrappers(module: nn.Module) -> list[nn.Module]:
             if inner is not None and not any(hasattr(level, "config") for level in wrappers(inner)):
                 inner = None
         if not isinstance(inner, nn.Module):
+            inner = _language_model(chain[-1])
+        if inner is None:
             return chain
         chain.append(inner)
+
+
+def _language_model(model: nn.Module) -> nn.Module | None:
+    """Return the language model in a multimodal one, which calls it with embeddings; None: there is none, or several.
+
+    It has all routers, so what runs around it (vision, the merge of embeddings, packing) routes nothing.
+    """
+    names = language_models(model)
+    if isinstance(model, LanguageModule) or len(names) != 1:
+        return None
+    inner = model.get_submodule(names[0])
+    num_routers = sum(isinstance(each, Router) for each in model.modules())
+    return inner if num_routers == sum(isinstance(each, Router) for each in inner.modules()) else None
+
+
+def language_models(model: nn.Module) -> list[str]:
+    """Return the paths of the language models in a model that have routers, the outermost ones."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        is_inside = any(name.startswith(f"{outer}.") for outer in found)
+        if (
+            isinstance(module, LanguageModule)
+            and not is_inside
+            and any(isinstance(m, Router) for m in module.modules())
+        ):
+            found.append(name)
+    return found
+
+
+def _check_one_language_model(model: nn.Module) -> None:
+    """Raise with the parts of a model that have a language model each, as a thinker and a talker; each has its tokens."""
+    paths = [name.split(".") for name in language_models(model)]
+    if len(paths) > 1:
+        shared = next(n for n in range(len(paths[0])) if len({tuple(path[: n + 1]) for path in paths}) > 1)
+        parts = [".".join(path[: shared + 1]) for path in paths]
+        raise LayoutError(
+            f"MRR403: {type(model).__name__} has {len(parts)} language models with routers, in {listed(parts)}, and each has "
+            f"tokens of its own. Open the session on the one that trains on these routes, as on model.{parts[0]}."
+        )
 
 
 def check_whole_pipeline(modules: Sequence[nn.Module]) -> None:
@@ -176,7 +218,7 @@ def find_routers(chunk: nn.Module, walked: Walk | None = None) -> list[FoundRout
         walked: its modules, where the caller has them.
 
     Raises:
-        LayoutError: two routers have the same layer number, or a router has none.
+        LayoutError: two routers have the same layer number, as those of two language models, or a router has none.
     """
     model = unwrap(chunk)
     routers: dict[int, Any] = {}
@@ -216,6 +258,7 @@ def find_routers(chunk: nn.Module, walked: Walk | None = None) -> list[FoundRout
     found.sort(key=lambda router: router.layer_number)
     for one, other in pairwise(found):
         if one.layer_number == other.layer_number:
+            _check_one_language_model(model)
             raise LayoutError(f"MRR401: {one} and {other} have the same layer_number; a layer has one router.")
     return found
 

@@ -56,7 +56,7 @@ def check_supported(routers: Sequence[FoundRouter]) -> bool:
             f"{found[0] if len(found) == 1 else f'layers {listed([each.layer_number for each in found])}'}: {reason}"
             for reason, found in refused.items()
         )
-        raise UnsupportedRouterError("MRR401: cannot replay exactly:\n  " + "\n  ".join(lines))
+        raise UnsupportedRouterError("MRR401: no session is exact with this model:\n  " + "\n  ".join(lines))
     if is_newer_than_tested(megatron_version()):
         warn(
             "untested version",

@@ -151,8 +151,9 @@ class Microbatches(ABC):
         """Begin the next micro-batch of a chunk, and compare rows by hand with the tokens that the forward gets."""
         self.look_up_rows(chunk, inputs)
         microbatch = chunk.begin(is_running=True)
-        # Stages that embed nothing may get tokens in another layout, before packing.
-        if microbatch.is_by_hand and inputs.input_ids is not None and getattr(chunk.module, "pre_process", True):
+        # What gets hidden states may get tokens in another layout, as they were before packing.
+        is_embedded = inputs.hidden is None and getattr(chunk.module, "pre_process", True)
+        if microbatch.is_by_hand and inputs.input_ids is not None and is_embedded:
             try:
                 self._compare_tokens(chunk, microbatch, inputs.input_ids)
             except BaseException:
@@ -163,8 +164,7 @@ class Microbatches(ABC):
         if tuple(tokens.shape) != microbatch.batch_shape:
             raise LayoutError(
                 f"MRR201: the forward of micro-batch {microbatch.number} gets input_ids {list(tokens.shape)}, its "
-                f"routes are for {list(microbatch.batch_shape)}: they must have the shape of the tokens. If the model "
-                "inserts positions itself (images), open the session on its language model."
+                f"routes are for {list(microbatch.batch_shape)}: they must have the shape of the tokens."
             )
         expected = microbatch.token_ids
         if expected is None and microbatch.used is None:

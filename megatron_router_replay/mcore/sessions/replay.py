@@ -328,6 +328,10 @@ def _loaded(trace: Any, model_chunks: Any) -> RoutingTrace:
         from megatron_router_replay.store import load_trace
 
         trace = load_trace(trace)
+    if isinstance(trace, list | tuple) and trace and all(isinstance(each, RoutingTrace) for each in trace):
+        raise TraceError(
+            f"MRR101: cannot replay {len(trace)} traces: pass concat_traces(traces), one trace of all samples."
+        )
     if not isinstance(trace, RoutingTrace):
         are_swapped = isinstance(model_chunks, RoutingTrace)
         swapped = " The arguments are swapped: replay(model_chunks, trace)." if are_swapped else ""

@@ -134,9 +134,9 @@ class SessionRouters:
             for outer in hooks.sources_of(router):
                 if outer._takes_microbatches or not source._takes_microbatches:
                     raise ReplayStateError(
-                        f"MRR404: {state.found} is under another session already, a {outer.kind}: leave that first, or "
-                        "end it with close_sessions(model_chunks) if its variable is gone. Only freeze_recompute may "
-                        "surround record or replay."
+                        f"MRR404: {state.found} is under another session already, a {outer.kind}. Leave its block "
+                        "first; one that was opened without `with` ends with its close(), or with "
+                        "close_sessions(model_chunks). Only freeze_recompute may surround record or replay."
                     )
             hooks.check_not_driven(router)
         for router, state in self.states.items():

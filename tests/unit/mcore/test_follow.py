@@ -491,6 +491,24 @@ def test_little_agreement_names_a_layout_that_attention_may_see(layout: str, fac
     assert fact in str(session.report)
 
 
+@pytest.mark.parametrize(
+    ("trace", "options", "error", "match"),
+    [
+        (
+            [A, B],
+            {"padding_token_ids": [None]},
+            LayoutError,
+            r"MRR101: padding_token_ids=\[None\]: a tokenizer without a pad",
+        ),
+        (None, {}, TraceError, r"MRR101: cannot replay 2 traces: pass concat_traces\(traces\)"),
+    ],
+    ids=["no pad token", "a list of traces"],
+)
+def test_what_a_first_program_passes_is_named(trace: Any, options: Any, error: Any, match: str) -> None:
+    with pytest.raises(error, match=match):
+        mrr.replay(Chunk(), [trace_of([A]), trace_of([B])] if trace is None else trace_of(trace), **options)
+
+
 def test_positional_and_one_dimensional_ids() -> None:
     chunk, trace, parameters = Chunk(), trace_of([A, B]), packed(0, 3, 7)["packed_seq_params"]
     with oracle(chunk) as calls, mrr.replay(chunk, trace, **DRAWN):

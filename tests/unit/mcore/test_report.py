@@ -121,7 +121,7 @@ def test_the_first_line_says_how_the_live_router_agrees_and_a_logger_gets_it():
     assert "was compared in no row" in str(no_row)
     assert replace(REPLAY, agreement=no_row).metrics() == REPLAY.metrics()
     few = replace(AGREEMENT, layers={3: Sums(3, 5, 5, 5, 5)})
-    assert str(few).endswith("(0 of 4 layers judged)")
+    assert str(few) == "too few routes were compared to judge any of 4 layers"
 
 
 def test_a_low_layer_and_wrong_rows_have_lines_of_their_own():
@@ -191,12 +191,15 @@ def test_agreement_adds_up_over_ranks_that_hold_the_same_layers_and_others():
 
 def test_counts_of_ranks_are_added_up_and_a_rank_that_did_not_measure_hides_nothing():
     numbers = {each.name: 10 + i for i, each in enumerate(fields(SessionReport)) if str(each.type) == "int"}
-    assert len(numbers) == 9
+    assert len(numbers) == 10
     one = SessionReport(kind="replay", **numbers, flips_of_layer={1: 2, 2: 0}, decisions={"verified": 7})
     other = SessionReport(kind="replay", rows_live=5, flips_of_layer={2: 4}, decisions={"verified": 1, "wrong": 3})
     total = summed(one, other)
     for name, value in numbers.items():
-        assert getattr(total, name) == value + {"rows_live": 5}.get(name, 0), name
+        assert getattr(total, name) == value + {"rows_live": 5, "ranks": 1}.get(name, 0), name
+    assert str(replace(one, routers=4, ranks=2, decisions={})).startswith(
+        "router replay: 4 routers on 2 ranks, 12 micro-batches"
+    )
     assert list(total.flips_of_layer.items()) == [(1, 2), (2, 4)]
     assert (total.kind, total.decisions) == ("replay", {"verified": 8, "wrong": 3})
     neither = summed(SessionReport(kind="replay"), SessionReport(kind="replay"))

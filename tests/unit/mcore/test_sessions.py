@@ -130,7 +130,9 @@ def test_a_session_that_is_dropped_without_close_stays_until_close_sessions():
     session = start(chunk)
     loss = forward(chunk, session)
     for again, kind in ((mrr.freeze_recompute, freeze.kind), (start, session.kind)):
-        named = rf"MRR404: .*under another session already, a {kind}: leave .*close_sessions"
+        named = (
+            rf"MRR404: .*under another session already, a {kind}\. Leave .*`with` ends with its close.*close_sessions"
+        )
         with pytest.raises(ReplayStateError, match=named):
             again(chunk)
     del freeze, session

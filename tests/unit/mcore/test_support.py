@@ -34,7 +34,7 @@ def test_every_router_at_fault_is_named_and_one_of_no_known_class():
     with pytest.raises(UnsupportedRouterError) as caught:
         check_supported(find_routers(chunk))
     assert str(caught.value).splitlines() == [
-        "MRR401: cannot replay exactly:",
+        "MRR401: no session is exact with this model:",
         "  layers 1, 3: router class OtherForward overrides TopKRouter.forward",
         "  layer 2 (layers.1.router): router class OtherRouting overrides TopKRouter.forward and routing",
     ]
