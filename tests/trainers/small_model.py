@@ -16,8 +16,14 @@ def build(layout: ParallelSizes, *, pattern: str | None = None, **options: Any) 
     Args:
         pattern: of the 4 layers of a HybridModel; see `build_tiny_hybrid`.
     """
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
     layout.initialize()
     options = {"variable_seq_lengths": layout.pp_size > 1, "moe_layer_freq": [0, 1, 1, 1], **options}
+    if not hasattr(TransformerConfig, "moe_enable_routing_replay") and "moe_enable_routing_replay" in options:
+        options["enable_routing_replay"] = options.pop(
+            "moe_enable_routing_replay"
+        )  # its name in the first builds of 0.16
     config = tiny_gpt_config(
         layout,
         num_layers=LAYERS,
