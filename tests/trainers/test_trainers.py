@@ -103,7 +103,8 @@ RECIPES = {
     "miles DeepSeek-V3, V3.2": (ONE, {"allgather_cp": True}),
     "miles Kimi-K2, K2.5": (TP2, {}),
     "miles JoyAI": (EP2, {}),
-    "miles Nemotron-3-Nano": (ONE, {}),
+    "miles Nemotron-3-Nano": (TP2, {}),
+    "miles Nemotron-3-Super": (ONE, {}),
     "miles DeepSeek-V4": (ONE, BSHD),
 }
 """Trainer and family of public recipes -> layout and flags; with full recompute, and MTP where the recipe trains it."""
