@@ -14,6 +14,8 @@ DEMO := $(VENV)/.demo
 READY := $(VENV)/.ready
 VERSION ?= 0.19.2
 MCORE := build/megatron-core/$(VERSION)
+TE ?= 2.20.2
+TE_DIR := build/transformer-engine/$(TE)
 
 # Bytecode is kept, whatever the environment says: the tests start a hundred processes, and one that had to compile what it
 # imports would take 1.6 s more for torch, 6 s for Megatron-Core, 18 s for vLLM.
@@ -28,7 +30,7 @@ into = UV_PYTHON=$(1)/bin/python PIP_PYTHON=$(1)/bin/python $(BIN)/python -m
 install_torch = $(call into,$(1)) pip install --quiet --no-compile $(TORCH)
 install = $(call into,$(1)) $(INSTALL) --quiet
 
-.PHONY: venv venv-vllm venv-verl demo grpo effect test test-slow test-mcore test-verl test-wheel mutate mutants lint format docs bench clean
+.PHONY: venv venv-vllm venv-verl demo grpo effect test test-slow test-mcore test-te test-verl test-wheel mutate mutants lint format docs bench clean
 
 venv: $(READY)
 
@@ -62,6 +64,12 @@ $(VENV)/.docs: $(DEMO)
 build/megatron-core/%/.ready: $(READY)
 	rm -rf $(@D)
 	$(call install,$(VENV)) --target $(@D) --no-deps --only-binary=:all: --python-version 3.12 megatron-core==$*
+	touch $@
+
+# Transformer Engine's Python alone, 1 MB: its compiled part needs CUDA, and tests/support/soft_te.py stands for it.
+build/transformer-engine/%/.ready: $(READY)
+	rm -rf $(@D)
+	$(call install,$(VENV)) --target $(@D) --no-deps --only-binary=:all: transformer-engine==$*
 	touch $@
 
 # vLLM on a CPU, for `--engine vllm` and its test, and verl. Each has all that it needs but torch and Megatron-Core, which it
@@ -98,8 +106,9 @@ PROCESSES ?= 2
 PYTEST = -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder --durations=30 --durations-min=1
 
 # With the newest Megatron-Core that is tested; what differs in older ones is asked by `make test-mcore`.
-test: $(VENV)/.triton $(MCORE)/.ready
+test: $(VENV)/.triton $(MCORE)/.ready $(TE_DIR)/.ready
 	PYTHONPATH=$(CURDIR)/$(MCORE) $(BIN)/python $(PYTEST) -m "not slow"
+	$(test_te) -m "not slow"
 
 # With the Megatron-Core of .venv, the oldest: the slow tests, and those that ask what differs between versions. OPTIONS may
 # leave tests out: .ci/left_out.py prints the options for those that a change does not touch. Some wait for servers and
@@ -115,6 +124,13 @@ MARKED ?= not slow
 
 test-mcore: $(VENV)/.triton $(MCORE)/.ready
 	PYTHONPATH=$(CURDIR)/$(MCORE) $(BIN)/python $(PYTEST) -m "$(MARKED)" $(TESTS)
+
+# Transformer Engine's layers and checkpoints, in a process that loads it before Megatron-Core; on several ranks, too. The next
+# release is one number: make test-te TE=2.21.0. An older one wants an older Megatron-Core: make test-te TE=2.8.0 VERSION=0.16.1.
+test_te = TE_DIR=$(CURDIR)/$(TE_DIR) PYTHONPATH=$(CURDIR)/$(MCORE) $(BIN)/python -m pytest tests/functional/transformer_engine
+
+test-te: $(VENV)/.triton $(MCORE)/.ready $(TE_DIR)/.ready
+	$(test_te) --durations=10
 
 # verl's real Megatron engine, on a CPU over gloo, with our replay.
 test-verl: .venv-verl/.ready

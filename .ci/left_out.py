@@ -123,6 +123,12 @@ STEPS = [
         rooms=("mcore/judge", "mcore/sessions", "trainers"),
     ),
     Group(
+        name="transformer-engine",
+        tests=("tests/functional/transformer_engine",),
+        sources=("tests/functional/mcore/cases.py", "tests/unit/mcore/tiny_chunk.py"),
+        rooms=("mcore/core", "mcore/model", "mcore/sessions", "testing"),
+    ),
+    Group(
         name="versions",
         tests=("tests/unit/mcore", "tests/functional/mcore"),
         rooms=("mcore/core", "mcore/model", "testing"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime
+import gc
 import math
 import os
 import platform
@@ -118,10 +120,29 @@ def environment() -> str:
     )
 
 
+def peak_above(function: Callable[[], object]) -> int:
+    """Return the bytes of memory that a call takes at most, its result included, above what the process has.
+
+    The kernel counts pages, so memory of numpy, of torch and of any other library counts; Linux only.
+    """
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # freed memory that the process keeps would be used again, and not be counted
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident
+    before = _resident("VmRSS")
+    result = function()
+    peak = _resident("VmHWM")
+    del result
+    return peak - before
+
+
+def _resident(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1]) * 1024
+
+
 def peak_bytes() -> int:
     """Return this process's peak resident memory; on Linux of this program alone, without what its parent had."""
     status = Path("/proc/self/status")
     if status.exists():
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024
+        return _resident("VmHWM")
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

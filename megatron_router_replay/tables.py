@@ -73,3 +73,8 @@ def number_words(numbers: Iterable[int], most: int = 8) -> str:
             runs.append([number, number])
     shown = [f"{first}" if first == last else f"{first}..{last}" for first, last in runs[:most]]
     return ", ".join([*shown, *(["..."] if len(runs) > most else [])]) or "none"
+
+
+def numbered(noun: str, numbers: Sequence[int]) -> str:
+    """Return "layer 5", or "layers 2..4, 9"."""
+    return f"{noun}{'s' if len(numbers) > 1 else ''} {number_words(numbers)}"

@@ -95,9 +95,10 @@ def outcome(ranks: Sequence[Agreement]) -> Outcome:
     return Outcome(says, evidence, least, "".join(found.problems or found.warnings))
 
 
-def flipped(scores: Tensor, shape: Shape, share: float = FLIPPED, seed: int = 0) -> Tensor:
+def flipped(scores: Tensor, shape: Shape, share: float = FLIPPED, seed: int = 0, noise: Tensor | None = None) -> Tensor:
     """Return the top-k of scores with as much noise as flips a share of the decisions."""
-    noise = torch.randn(scores.shape, generator=torch.Generator().manual_seed(seed))
+    if noise is None:
+        noise = torch.randn(scores.shape, generator=torch.Generator().manual_seed(seed))
     live = top_k(scores, shape).sort(-1).values
     low, high = 0.0, float(scores.std())
     for _ in range(12):

@@ -100,9 +100,12 @@ class Network(nn.Module):
         self.embedding = nn.Parameter(torch.randn(VOCAB, WIDTH))
         self.layers = nn.ModuleList(Layer(shape) for _ in range(LAYERS))
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor]:
+    def forward(
+        self, tokens: Tensor, embedded: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor]:
         """Return (log-probs [b, s, VOCAB], scores and routes of each layer, the balance of loads)."""
-        x, scores, routes, balance = self.embedding[tokens], [], [], torch.zeros(())
+        x = self.embedding[tokens] if embedded is None else embedded
+        scores, routes, balance = [], [], torch.zeros(())
         for layer in self.layers:
             x, of_layer, chosen, load = layer(x, self.dropout)
             scores.append(of_layer)
@@ -113,10 +116,15 @@ class Network(nn.Module):
 
 
 @torch.no_grad()
-def scores_of(network: Network, tokens: Tensor) -> Tensor:
-    """Return what the routers take their top-k of, [layers, samples, positions, experts]."""
-    parts = torch.split(tokens, max(1, 2048 // tokens.shape[1]))
-    return torch.cat([torch.stack(network(part)[1]) for part in parts], 1)
+def scores_of(network: Network, tokens: Tensor, embedded: Tensor | None = None) -> Tensor:
+    """Return what the routers take their top-k of, [layers, samples, positions, experts].
+
+    Args:
+        embedded: [samples, positions, WIDTH], in place of the tokens' embeddings.
+    """
+    parts = torch.arange(len(tokens)).split(max(1, 2048 // tokens.shape[1]))
+    inputs = [(tokens[part], None if embedded is None else embedded[part]) for part in parts]
+    return torch.cat([torch.stack(network(*each)[1]) for each in inputs], 1)
 
 
 # ---- tokens

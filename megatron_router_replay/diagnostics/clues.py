@@ -6,6 +6,7 @@ each expert as many decisions as it takes; a fact is stated only of counts that 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,12 +14,13 @@ import numpy as np
 
 from megatron_router_replay.diagnostics.counting import Array, count_shared
 from megatron_router_replay.diagnostics.fact import Fact
-from megatron_router_replay.tables import percent
+from megatron_router_replay.tables import numbered, percent
 
 _MIN_DECISIONS = 12  # of fewer, nothing is stated
 _SIGMAS = 4.5  # of a count of two equally likely outcomes: a few hundred experts and layers are tried
 _SHARE = 0.25  # of the decisions that an expert must have gained or lost; other causes move several experts
 _CHANCE = 1e-4  # of counts that are stated as no chance
+_MOST_EXPERTS = 3  # that have a sentence each
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -47,17 +49,40 @@ class Decisions:
 
 def find_clues(decisions: Decisions) -> Iterator[Fact]:
     """Yield the facts, those of lower layers first."""
-    if decisions.different.any():
-        experts = list(_experts(decisions))
-        yield from experts
-        yield from _token(decisions)
+    if not decisions.different.any():
+        return
+    moved = list(_moved_experts(decisions))
+    yield from _experts(moved)
+    # The rows of a token may all hold an expert that its router prefers.
+    token = list(_token(decisions, by_chance=all(each.layer_number > decisions.layer_numbers[0] for each in moved)))
+    yield from token
+    # The token changes the rows that attend to it, and begins no sample here.
+    if not token:
         yield from _first_rows(decisions)
-        # A router that prefers an expert is the cause of its layer's differences, which lower layers are not.
-        if not experts:
-            yield from _earlier_expert(decisions)
+    # A router that prefers an expert is the cause of its layer's differences, which lower layers are not.
+    if not moved:
+        yield from _earlier_expert(decisions)
 
 
-def _experts(given: Decisions) -> Iterator[Fact]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Moved:
+    """An expert that most differing decisions of a layer gained, or lost.
+
+    Args:
+        verb: "gained" or "lost".
+        times, back: decisions that did so, and that did the reverse.
+        different: decisions of the layer that differ.
+    """
+
+    expert: int
+    verb: str
+    layer_number: int
+    times: int
+    back: int
+    different: int
+
+
+def _moved_experts(given: Decisions) -> Iterator[_Moved]:
     """Yield the expert of each layer that most differing decisions gained, or lost."""
     for i, number in enumerate(given.layer_numbers):
         rows = np.flatnonzero(given.different[:, i])
@@ -78,11 +103,34 @@ def _experts(given: Decisions) -> Iterator[Fact]:
         least = max(_SIGMAS * np.sqrt(gained_once[expert] + lost_once[expert]), _SHARE * once.sum())
         if once.sum() < _MIN_DECISIONS or abs(net[expert]) < least:
             continue
-        times, opposite = (of[expert] for of in ((gained, lost) if net[expert] > 0 else (lost, gained)))
-        verb, other = ("gained", "lost") if net[expert] > 0 else ("lost", "gained")
-        back = f", and {other} in {opposite:,}" if opposite else ""
-        text = f"expert {expert} of layer {number} was {verb} in {times:,} of {len(rows):,} differing decisions{back}."
-        yield Fact(kind="expert", text=text, layer_numbers=(number,), decisions=int(times))
+        times, back = (int(counts[expert]) for counts in ((gained, lost) if net[expert] > 0 else (lost, gained)))
+        verb = "gained" if net[expert] > 0 else "lost"
+        yield _Moved(expert=expert, verb=verb, layer_number=number, times=times, back=back, different=len(rows))
+
+
+def _experts(moved: Sequence[_Moved]) -> Iterator[Fact]:
+    """Yield one fact for each expert, or one for all if they are many: biases of all layers are one cause."""
+    by_expert: dict[tuple[int, str], list[_Moved]] = defaultdict(list)
+    for each in moved:
+        by_expert[each.expert, each.verb].append(each)
+    groups = list(by_expert.values()) if len(by_expert) <= _MOST_EXPERTS else [list(moved)]
+    for group in groups:
+        times, back, different = (sum(getattr(each, name) for each in group) for name in ("times", "back", "different"))
+        numbers = tuple(each.layer_number for each in group)
+        expert, verb, layers = group[0].expert, group[0].verb, numbered("layer", numbers)
+        if len(by_expert) <= _MOST_EXPERTS:
+            returned = f", and {'lost' if verb == 'gained' else 'gained'} in {back:,}" if back else ""
+            text = (
+                f"expert {expert} of {layers} was {verb} in {times:,} of {different:,} differing decisions{returned}."
+            )
+            yield Fact(kind="expert", text=text, layer_numbers=numbers, decisions=times, expert=expert, verb=verb)
+            continue
+        listed = [f"{each.expert} of layer {each.layer_number} was {each.verb}" for each in group[:_MOST_EXPERTS]]
+        text = (
+            f"an expert of each of {layers} was gained or lost in {times:,} of {different:,} differing decisions: "
+            f"expert {', '.join(listed)}, ..."
+        )
+        yield Fact(kind="expert", text=text, layer_numbers=numbers, decisions=times)
 
 
 def _members(ids: Array, others: Array, num_experts: int) -> Array:
@@ -93,8 +141,12 @@ def _members(ids: Array, others: Array, num_experts: int) -> Array:
     return np.bincount(ids[missing].astype(np.int64), minlength=num_experts)
 
 
-def _token(given: Decisions) -> Iterator[Fact]:
-    """Yield the token with the only different rows of the lowest layer, or with far more of them than all others."""
+def _token(given: Decisions, by_chance: bool) -> Iterator[Fact]:
+    """Yield the token with the only different rows of the lowest layer, or with far more of them than all others.
+
+    Args:
+        by_chance: rows that differ by as little as those of other tokens count, if they are too many for chance.
+    """
     known = given.tokens >= 0
     rows = np.flatnonzero(given.different[:, 0] & known)
     if len(rows) < 2:
@@ -114,7 +166,7 @@ def _token(given: Decisions) -> Iterator[Fact]:
             (mine & given.is_distinct[rows]).sum()
         )
         far = exchanged[mine].min() >= 2 and (exchanged[~mine] < exchanged[mine].min()).all()
-        if chance > _CHANCE and not far:
+        if not far and (chance > _CHANCE or not by_chance):
             continue
         number, least, highest = given.layer_numbers[0], exchanged[mine].min(), exchanged[mine].max()
         count = f"{least}" if least == highest else f"{least} to {highest}"
@@ -123,7 +175,7 @@ def _token(given: Decisions) -> Iterator[Fact]:
             f"experts; of the other {other_rows:,} rows {others} differ"
         )
         text += f", by {exchanged[~mine].max()} at most." if others else "."
-        yield Fact(kind="token", text=text, layer_numbers=(number,), decisions=int(mine.sum()))
+        yield Fact(kind="token", text=text, layer_numbers=(number,), decisions=int(mine.sum()), token=token)
         return
 
 
@@ -167,5 +219,6 @@ def _earlier_expert(given: Decisions) -> Iterator[Fact]:
                 f"{used[expert]:,} of {len(rows):,} rows that differ first in layer {number} used expert {expert} of layer "
                 f"{below}, as {percent(float(share[expert]))} of all rows did."
             )
-            yield Fact(kind="earlier_expert", text=text, layer_numbers=(below,), decisions=int(used[expert]))
+            decisions = int(used[expert])
+            yield Fact(kind="earlier_expert", text=text, layer_numbers=(below,), decisions=decisions, expert=expert)
         return

@@ -16,11 +16,18 @@ class Fact:
         kind: "row": rows of b match different rows of a; "sample_order": samples of a in a different order; "layer": layers
             of b match different layers of a; "constant": one route is repeated; "names": the experts of a under different
             ids; "nothing": b and a are as unlike as unrelated rows; "expert_order": the same experts in a different order;
-            "samples", "layers", "tokens": the traces cover different samples, layers or tokens.
+            "samples", "layers", "tokens": the traces cover different samples, layers or tokens. Clues, about decisions that
+            nothing of this explains: "expert" was gained or lost; "token": its rows differ; "first_rows" of samples agree;
+            "earlier_expert": rows used one in the layer below.
         text: one plain sentence.
         layer_numbers: its layers in b; empty: all, or none.
         rows: its first and last row in b; None: the fact is not about rows.
-        decisions: in these rows and layers.
+        decisions: in these rows and layers; of a clue, those that show it.
+        expert: that was gained or lost, or that rows used before they differ; None: several, or the fact is not about one.
+        verb: of the expert in b, "gained" or "lost"; empty: it has none.
+        token: the id that the rows hold.
+        later_layers: "agree" or "differ", after layers under different ids; empty: there are none, or the fact is not about
+            ids.
     """
 
     kind: str
@@ -28,6 +35,10 @@ class Fact:
     layer_numbers: tuple[int, ...] = ()
     rows: tuple[int, int] | None = None
     decisions: int = 0
+    expert: int | None = None
+    verb: str = ""
+    token: int | None = None
+    later_layers: str = ""
 
     def __str__(self) -> str:
         return self.text

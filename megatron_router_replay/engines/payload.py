@@ -143,20 +143,65 @@ def read_start(value: Any, name: str, source: Source) -> int | None:
     return start
 
 
-def parse_int32(raw: bytes, *, source: Source, num_columns: int, topk: int) -> Array:
-    """Return raw little-endian int32 as [rows, num_columns, topk], a read-only view.
+class EncodedRows:
+    """Rows [rows, columns, topk] of little-endian int32 in base64, which a slice decodes.
+
+    They take four times the memory of a trace's ids, so a reader takes some at a time. It must take all rows once: a slice
+    checks its own characters alone.
+
+    Args:
+        text: base64 of whole rows.
+        row_shape: (columns, topk).
+    """
+
+    ndim, dtype = 3, np.dtype("<i4")
+
+    def __init__(self, text: str, row_shape: tuple[int, int], source: Source) -> None:
+        self._text, self._source, self._row_bytes = text, source, 4 * row_shape[0] * row_shape[1]
+        self.shape = (_num_decoded(text) // self._row_bytes, *row_shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: slice) -> Array:
+        """Return neighbouring rows; raise PayloadError if their characters are not base64."""
+        start, stop, _ = rows.indices(len(self))
+        begin, end = start * self._row_bytes, max(start, stop) * self._row_bytes
+        # Four characters are three bytes.
+        text = self._text[begin // 3 * 4 : -(-end // 3) * 4]
+        raw, is_end = decode_base64(text, source=self._source), -(-end // 3) * 4 >= len(self._text)
+        if len(raw) < (end - begin // 3 * 3 if is_end else len(text) // 4 * 3):
+            raise self._source.error("MRR310: not base64: it has padding before its end. Was it put together of parts?")
+        raw = raw[begin % 3 :] if begin % 3 else raw
+        ids = np.frombuffer(raw, self.dtype, count=(end - begin) // self.dtype.itemsize)
+        return ids.reshape(-1, *self.shape[1:])
+
+
+def _num_decoded(text: str) -> int:
+    """Return how many bytes a base64 text has, if it is one."""
+    return len(text) // 4 * 3 - text[-2:].count("=")
+
+
+def parse_int32(raw: bytes | str, *, source: Source, num_columns: int, topk: int) -> Array | EncodedRows:
+    """Return raw little-endian int32 as [rows, num_columns, topk]; of bytes a read-only view, of base64 its `EncodedRows`.
 
     Raises:
-        PayloadError: the bytes are a `.npy` file, or not a whole number of rows.
+        PayloadError: they are a `.npy` file, or not a whole number of rows.
     """
-    if raw.startswith(NPY_MAGIC):
+    start = decode_base64(raw[:8], source=source) if isinstance(raw, str) else raw
+    if start.startswith(NPY_MAGIC):
         raise source.error("MRR310: is a .npy file, as vLLM sends it: engines.vllm reads it.")
     row_bytes = 4 * num_columns * topk
-    if len(raw) % row_bytes:
+    size = _num_decoded(raw) if isinstance(raw, str) else len(raw)
+    if isinstance(raw, str) and (len(raw) % 4 or size % row_bytes):
+        decode_base64(raw, source=source)  # a text that is no base64 has no size
+    if size % row_bytes:
         raise source.error(
-            f"MRR306: {len(raw)} bytes are {len(raw) / row_bytes:.3f} rows of {num_columns} layers x top-{topk} int32. "
+            f"MRR306: {size} bytes are {size / row_bytes:.3f} rows of {num_columns} layers x top-{topk} int32. "
             "Is the model's config the served one?"
         )
+    if isinstance(raw, str):
+        return EncodedRows(raw, (num_columns, topk), source)
     return np.frombuffer(raw, "<i4").reshape(-1, num_columns, topk)
 
 

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
-from megatron_router_replay.engines.payload import Array, Source
-from megatron_router_replay.trace.ids import find_invalid_routes, find_outside, has_repeats
+from megatron_router_replay.engines.payload import Array, EncodedRows, Source
+from megatron_router_replay.trace.ids import find_invalid_routes
 from megatron_router_replay.trace.runs import as_slice
 
 _BLOCK_BYTES = 1 << 20
@@ -27,7 +27,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 def copy_routes(
-    part: Array,
+    part: Array | EncodedRows,
     out: Array,
     *,
     columns: Sequence[int],
@@ -35,40 +35,84 @@ def copy_routes(
     source: Source,
     missing: str,
     first_row: int,
+    begin: int = 0,
+    dense: Sequence[int] = (),
 ) -> Array:
     """Copy and check the MoE layers of each row; return the mask of rows with a route.
 
     Args:
-        part: [rows, columns of any layers, topk], one row at least, any integer dtype.
-        out: [rows, MoE layers, topk] in the narrow dtype; rows without a route are undefined afterwards.
+        part: [rows, columns of any layers, topk], any integer dtype.
+        out: [n, MoE layers, topk] in the narrow dtype, for `part[begin : begin + n]`; n is 1 or more. Rows without a route
+            are undefined afterwards.
         columns: of the MoE layers, in order.
+        dense: columns that must have filler.
         missing: "raise", or "live": rows that are absent or lost have no route.
-        first_row: the token of row 0, for messages.
+        first_row: the token of row `begin`, for messages.
 
     Returns:
-        [rows] bool.
+        [n] bool.
 
     Raises:
         PayloadError: see the module's table.
     """
-    if np.iinfo(part.dtype).max < model.num_experts - 1:
+    chosen, holds_experts = as_slice(columns), np.iinfo(part.dtype).max >= model.num_experts - 1
+    # Of three rows, base64 has whole groups of characters.
+    step = 3 * max(1, _BLOCK_BYTES // 3 // max(1, part.shape[1] * part.shape[2] * part.dtype.itemsize))
+    fillers: set[int] = set()
+    is_clean = holds_experts
+    for start in range(0, len(out), step):
+        narrow = out[start : start + step]
+        block = part[begin + start : begin + start + len(narrow)]
+        is_clean = is_clean and _is_filler(block, dense, fillers)
+        is_clean = is_clean and find_invalid_routes(block[:, chosen], num_experts=model.num_experts, out=narrow) is None
+        if not is_clean:
+            break
+    if is_clean:
+        return np.ones(len(out), np.bool_)
+    # All rows are searched for a fault, not its block alone: the number of wrong rows names the cause.
+    rows = part[begin : begin + len(out)]
+    check_filler(rows, dense, source, missing, first_row)
+    if not holds_experts:
         raise source.error(
             f"MRR307: ids are {part.dtype}, which cannot hold the ids of {model.num_experts} experts: a cast has wrapped "
             "them. Keep them in int16, uint16 or wider."
         )
-    rows_of_layers = part[:, as_slice(columns)]
-    step = max(1, _BLOCK_BYTES // part[0].nbytes)
-    is_clean = True
-    for begin in range(0, len(part), step):
-        block, narrow = rows_of_layers[begin : begin + step], out[begin : begin + step]
-        # Before the cast, which wraps 300 to 44.
-        is_clean &= find_outside(block, num_experts=model.num_experts) is None
-        narrow[:] = block
-        is_clean = is_clean and not has_repeats(narrow)
-    if is_clean:
-        return np.ones(len(part), np.bool_)
-    # The whole part is searched for a fault, not its block alone: the number of wrong rows names the cause.
-    return _sort_out(rows_of_layers, model, source, missing, first_row)
+    out[:] = rows[:, chosen]
+    return _sort_out(rows[:, chosen], model, source, missing, first_row)
+
+
+def _is_filler(block: Array, dense: Sequence[int], fillers: set[int]) -> bool:
+    """Return whether the columns of dense layers have one number in all blocks so far, 0 or -1.
+
+    Args:
+        fillers: the numbers of earlier blocks, to which this one's is added.
+    """
+    if dense:
+        values = block[:, as_slice(dense)]
+        lowest = int(values.min())
+        fillers.add(lowest)
+        return len(fillers) == 1 and lowest in (0, -1) and int(values.max()) == lowest
+    return True
+
+
+def check_filler(rows: Array, columns: Sequence[int], source: Source, missing: str, first_row: int) -> None:
+    """Raise if a dense layer's column has routes: the columns are then those of another model or release."""
+    for column in columns:
+        values = rows[:, column]
+        if (values == 0).all() or (values == -1).all():
+            continue
+        # A row that was not captured is -1 in dense layers, too: `copy_routes` raises for it, or it is live.
+        captured = values[(rows != -1).any(axis=(1, 2))]
+        if (captured == 0).all() or (captured == -1).all():
+            continue
+        is_filler = (values == 0).all(axis=1) | (values == -1).all(axis=1)
+        if not is_filler.all() or missing != "live":
+            row = int((is_filler if is_filler.all() else ~is_filler).argmax())
+            raise source.error(
+                f"MRR306: column {column} is of a dense layer by the model's config, but row {first_row + row} holds "
+                f"{values[row].tolist()} there, not filler (0 or -1). Is this the config of the served model, and does "
+                "the payload have one column for each hidden layer?"
+            )
 
 
 def _sort_out(rows: Array, model: ModelRoutingInfo, source: Source, missing: str, first_row: int) -> Array:

@@ -18,13 +18,12 @@ import torch
 from megatron_router_replay.checks import warn
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.engines.options import DecodeOptions
-from megatron_router_replay.engines.payload import Array, Source
+from megatron_router_replay.engines.payload import Array, EncodedRows, Source
 from megatron_router_replay.engines.row_check import copy_routes
 from megatron_router_replay.engines.tokens import SampleTokens
 from megatron_router_replay.errors import listed
 from megatron_router_replay.trace import RoutingTrace
-from megatron_router_replay.trace.ids import index_dtype, spread_experts
-from megatron_router_replay.trace.runs import neighbour_runs
+from megatron_router_replay.trace.ids import fill_unrouted, index_dtype
 from megatron_router_replay.trace.stale import find_stale_rows
 
 _MAX_COUNTED_TOKENS = 1 << 20
@@ -46,7 +45,7 @@ class RowLayout:
         start: the token of the first row, where the reply or its format states it.
     """
 
-    arrays: Sequence[Array]
+    arrays: Sequence[Array | EncodedRows]
     layer_numbers: Sequence[int]
     ids_in_dense_layers: bool = False
     last_row: Literal["none", "padding", "route"] = "none"
@@ -209,22 +208,24 @@ def _fill(sample: SampleRows, model: ModelRoutingInfo, out: Array, mask: Array) 
     row, num_lost = sample.start, 0
     for part in sample.layout.arrays:
         first = max(row, sample.begin)  # of a decode server, the rows of the prompt are rubbish
-        rows = part[first - row : max(end - row, 0)]
+        begin, count = first - row, max(min(end - row, len(part)) - (first - row), 0)
         row += len(part)
-        if len(rows):
-            place = slice(first, first + len(rows))
-            if not sample.layout.ids_in_dense_layers:
-                _check_filler(sample, rows, dense, first)
+        if count:
+            place = slice(first, first + count)
             mask[place] = copy_routes(
-                rows,
+                part,
                 out[place],
                 columns=columns,
                 model=model,
                 source=sample.source,
                 missing=sample.options.missing,
                 first_row=first,
+                begin=begin,
+                dense=() if sample.layout.ids_in_dense_layers else dense,
             )
             num_lost += int((~mask[place]).sum())
+        if isinstance(part, EncodedRows):  # rows that are not kept are base64, too, or the text is damaged
+            part[:begin], part[begin + count :]
     if sample.tokens.token_ids is not None:
         num_lost += _drop_stale(sample, out, mask)
     if num_lost:
@@ -232,9 +233,7 @@ def _fill(sample: SampleRows, model: ModelRoutingInfo, out: Array, mask: Array) 
             "%s: %d rows have no route; the live router decides them (missing='live')", sample.source, num_lost
         )
     # Rows without a route have legal ids as well: uint8 has no -1, and they must never all go to one expert.
-    for _, begin, length in neighbour_runs(np.flatnonzero(~mask)).tolist():
-        ids = spread_experts(begin, length, topk=model.topk, num_experts=model.num_experts)
-        out[begin : begin + length] = ids.numpy()[:, None, :]
+    fill_unrouted(torch.from_numpy(out), torch.from_numpy(mask), num_experts=model.num_experts)
 
 
 def _drop_stale(sample: SampleRows, rows: Array, mask: Array) -> int:
@@ -249,26 +248,6 @@ def _drop_stale(sample: SampleRows, rows: Array, mask: Array) -> int:
     for run in runs:
         mask[run.start : run.stop] = False
     return sum(run.stop - run.start for run in runs)
-
-
-def _check_filler(sample: SampleRows, rows: Array, columns: Sequence[int], first_row: int) -> None:
-    """Raise if a dense layer's column has routes: the columns are then those of another model or release."""
-    for column in columns:
-        values = rows[:, column]
-        if (values == 0).all() or (values == -1).all():
-            continue
-        # A row that was not captured is -1 in dense layers, too: `copy_routes` raises for it, or it is live.
-        captured = values[(rows != -1).any(axis=(1, 2))]
-        if (captured == 0).all() or (captured == -1).all():
-            continue
-        is_filler = (values == 0).all(axis=1) | (values == -1).all(axis=1)
-        if not is_filler.all() or sample.options.missing != "live":
-            row = int((is_filler if is_filler.all() else ~is_filler).argmax())
-            raise sample.source.error(
-                f"MRR306: column {column} is of a dense layer by the model's config, but row {first_row + row} holds "
-                f"{values[row].tolist()} there, not filler (0 or -1). Is this the config of the served model, and does "
-                "the payload have one column for each hidden layer?"
-            )
 
 
 def _report(trace: RoutingTrace, samples: Sequence[SampleRows]) -> None:

@@ -1,6 +1,6 @@
 """Keep traces in a folder by step, run and rank.
 
-    <root>/step_000000012/job-17.rank_00003.safetensors        a trace file, as `save_trace` writes it
+    <root>/step_000000012/job-17.rank_00003.safetensors        a trace file, without the rows that the rank does not know
 
 Names say everything, so there is no index that could disagree with the files. Each process writes only its own rank's file,
 in one step, so ranks need no lock. A job that is resumed takes a new name of a run: a step is never read as a mixture.
@@ -18,7 +18,7 @@ import torch
 from megatron_router_replay.checks import as_integer, shown
 from megatron_router_replay.errors import StoreError, TraceError, listed
 from megatron_router_replay.store.atomic import as_path, naming
-from megatron_router_replay.store.file import load_trace, save_trace
+from megatron_router_replay.store.file import load_trace, save_part
 from megatron_router_replay.trace.merge import merge_traces
 from megatron_router_replay.trace.routing_trace import RoutingTrace
 
@@ -49,6 +49,9 @@ class TraceStore:
     def save(self, trace: RoutingTrace, *, step: int, rank: int | None = None) -> Path:
         """Save the trace of a rank and return its path. A trace that this run saved for the same step and rank is replaced.
 
+        Under sequence, context or data parallelism, a rank's recording has all rows of the batch and knows a part of them:
+        the file has these, with their numbers.
+
         Args:
             step: 0 or more.
             rank: by default this process's rank in torch.distributed if that is initialised, else 0.
@@ -64,7 +67,7 @@ class TraceStore:
         path = self._path(step, self.run, rank)
         with naming(path.parent, "make"):
             path.parent.mkdir(parents=True, exist_ok=True)
-        return save_trace(trace, path)
+        return save_part(trace, path)
 
     def folder(self, step: int) -> Path:
         """Return the folder of a step, whether there is one or not."""

@@ -6,6 +6,8 @@ The safetensors library writes and reads the file. Its tensors, for N tokens, L 
     replay_mask       BOOL [N]; False: the row has no route
     token_ids         I32 [N], if the trace has token ids
     weight_version    I32 [N], if the trace has weight versions
+    rows              I32 [n], in a rank's part of which most rows are not known: the numbers of those that are, in order. The
+                      tensors above have these n rows alone. The rest has no route, token_ids -1 and weight_version -1
 
 The metadata has one entry, "megatron_router_replay.trace", a JSON object with three values:
 
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,10 @@ from megatron_router_replay.checks import shown, with_checked_options
 from megatron_router_replay.errors import StoreError
 from megatron_router_replay.store.atomic import as_path, check_regular, naming, replacing
 from megatron_router_replay.trace.header import TraceHeader
+from megatron_router_replay.trace.ids import fill_unrouted
+from megatron_router_replay.trace.join import UNKNOWN, known_rows
 from megatron_router_replay.trace.routing_trace import RoutingTrace
+from megatron_router_replay.trace.rows import joined_rows, put_rows
 
 FORMAT, VERSION = "megatron_router_replay.trace", 4
 _CHUNK_BYTES = 4 << 20  # a processor's cache has it still when it is copied
@@ -54,7 +59,21 @@ def save_trace(trace: RoutingTrace, path: str | os.PathLike[str]) -> Path:
     Raises:
         StoreError: the file cannot be written, and an old one is unchanged; `path` is a folder, a device or a pipe.
     """
-    path = as_path(path)
+    return _save(trace, as_path(path), lambda trace: None)
+
+
+def save_part(trace: RoutingTrace, path: Path) -> Path:
+    """Write a rank's part of a batch, as `save_trace`; if that is smaller, the rows that it knows with their numbers."""
+    return _save(trace, path, _rows_to_save)
+
+
+def _rows_to_save(trace: RoutingTrace) -> Tensor | None:
+    """Return the rows that a trace knows, [n] int32, if they take less memory with their numbers than all without."""
+    rows, row_bytes = known_rows(trace), TraceHeader.of(trace).row_bytes()
+    return rows.int() if len(rows) * (row_bytes + 4) < trace.num_tokens * row_bytes else None
+
+
+def _save(trace: RoutingTrace, path: Path, choose_rows: Callable[[RoutingTrace], Tensor | None]) -> Path:
     with naming(path, "save"):
         if not isinstance(trace, RoutingTrace):
             kind = type(trace).__name__
@@ -62,8 +81,10 @@ def save_trace(trace: RoutingTrace, path: str | os.PathLike[str]) -> Path:
                 f"MRR501: {kind} is no RoutingTrace: the trace comes first, as in save_trace(trace, path)."
             )
         trace.check_unchanged()
-        header = TraceHeader.of(trace)
+        header, rows = TraceHeader.of(trace), choose_rows(trace)
+        trace = trace if rows is None else trace.gather_rows(rows)
         tensors = {name: getattr(trace, name).cpu().contiguous() for name in ("topk_indices", *header.per_token)}
+        tensors |= {} if rows is None else {"rows": rows.cpu()}
         checksums = {"header": _header_checksum(header)} | {name: _checksum(each) for name, each in tensors.items()}
         text = json.dumps({"version": VERSION, "header": header.to_json(), "checksums": checksums}, sort_keys=True)
         if len(json.dumps(text)) > _MAX_METADATA_BYTES:
@@ -148,14 +169,20 @@ def _open(path: Path) -> Iterator[Any]:
 def _read(path: Path, *, copy: bool) -> RoutingTrace:
     with _open(path) as file:
         header, checksums = _header(file)
-        values = {}
-        for name, like in header.empty(0).items():
+        values, expected, count = {}, header.empty(0), header.num_tokens
+        if "rows" in checksums:  # a copy is made where they are put in their places
+            expected, copy = {"rows": torch.empty(0, dtype=torch.int32), **expected}, False
+        for name, like in expected.items():
             mapped = file.get_slice(name)[:]  # not read yet
-            if mapped.dtype != like.dtype or mapped.shape != (header.num_tokens, *like.shape[1:]):
+            if name == "rows":
+                count = len(mapped)
+            if mapped.dtype != like.dtype or mapped.shape != (count, *like.shape[1:]):
                 raise StoreError(f"MRR503: {name} is {list(mapped.shape)} {mapped.dtype}: its header was altered.")
             values[name] = torch.empty_like(mapped) if copy else mapped
             if _checksum(mapped, values[name] if copy else None) != checksums[name]:
                 raise StoreError(f"MRR503: the checksum of {name} is wrong: the file was altered.")
+        if "rows" in values:
+            values = _in_their_places(header, values.pop("rows").long(), values)
     return RoutingTrace.from_checked(
         **values,
         layer_numbers=header.layer_numbers,
@@ -163,6 +190,21 @@ def _read(path: Path, *, copy: bool) -> RoutingTrace:
         sequence_lengths=header.sequence_lengths,
         sample_ids=header.sample_ids,
     )
+
+
+def _in_their_places(header: TraceHeader, rows: Tensor, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a trace of which a file has some rows; the rest has no route and is not known."""
+    if len(rows) and not (0 <= int(rows[0]) and int(rows[-1]) < header.num_tokens and bool((rows.diff() > 0).all())):
+        raise StoreError(f"MRR503: rows are no increasing numbers below {header.num_tokens}: the file was altered.")
+    whole = header.empty(header.num_tokens)
+    for name, values_of_rows in values.items():
+        if name == "topk_indices":
+            put_rows(whole[name], joined_rows(rows), values_of_rows)
+        else:
+            whole[name].fill_(False if name == "replay_mask" else UNKNOWN)
+            whole[name][rows] = values_of_rows
+    fill_unrouted(whole["topk_indices"], whole["replay_mask"], num_experts=header.num_experts)
+    return whole
 
 
 def _header(file: Any) -> tuple[TraceHeader, dict[str, str]]:

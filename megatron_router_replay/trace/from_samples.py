@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from megatron_router_replay.checks import as_integer
 from megatron_router_replay.errors import TraceError
-from megatron_router_replay.trace.ids import check_topk_indices, index_dtype
+from megatron_router_replay.trace.ids import check_topk_indices, fill_unrouted, index_dtype
+from megatron_router_replay.trace.runs import as_slice
 from megatron_router_replay.trace.stale import find_stale_rows
-from megatron_router_replay.trace.values import as_integer_tensor, as_layer_numbers, as_mask, check_holds_experts
+from megatron_router_replay.trace.values import (
+    as_int32,
+    as_integer_array,
+    as_integer_tensor,
+    as_layer_numbers,
+    as_mask,
+    check_holds_experts,
+    check_topk,
+    rows_of_minus_one,
+)
+
+Array = npt.NDArray[Any]
 
 
 def join_samples(
@@ -25,7 +40,10 @@ def join_samples(
     weight_version: Any,
     last_token: str | None,
 ) -> dict[str, Any]:
-    """Return RoutingTrace's arguments for samples; see `RoutingTrace.from_samples`."""
+    """Return the checked values of a trace of samples; see `RoutingTrace.from_samples`.
+
+    Routes are checked and copied once, in blocks that fit a processor's cache.
+    """
     if last_token not in (None, "unrouted", "routed"):
         raise TraceError(f"MRR101: last_token={last_token!r} must be 'unrouted' or 'routed'.")
     layer_numbers, num_experts = as_layer_numbers(layer_numbers), as_integer("num_experts", num_experts)
@@ -37,31 +55,72 @@ def join_samples(
                 f"MRR102: from_samples got {len(tokens)} samples of tokens, and {len(values)} of {name}: each is a list with "
                 "one entry a sample, so a single sample is [tokens] and [routes]."
             )
-    parts: dict[str, list[Tensor]] = {"topk_indices": [], "replay_mask": [], "token_ids": [], "weight_version": []}
-    for number, (ids, rows, mask, version) in enumerate(zip(tokens, routes, masks, versions, strict=True)):
-        try:
-            part = _sample(ids, rows, mask, version, num_experts, layer_numbers, last_token)
-        except TraceError as error:  # a rollout has thousands of samples: name this one
-            raise TraceError(f"MRR102: sample {number}: {error}") from error
-        for name, values in part.items():
-            parts[name].append(values)
-    # torch.cat would raise as well, but without the number of a sample.
-    topk = {part.shape[2] for part in parts["topk_indices"]}
-    if len(topk) > 1:
-        first = next(
-            i for i, part in enumerate(parts["topk_indices"]) if part.shape[2] != parts["topk_indices"][0].shape[2]
-        )
-        raise TraceError(
-            f"MRR102: sample {first} has topk={parts['topk_indices'][first].shape[2]}, sample 0 has another."
-        )
-    if not parts["topk_indices"]:
+    if not len(tokens):
         raise TraceError("MRR102: from_samples needs a sample at least: of none, topk is not known.")
+    # All tokens first: memory for the whole is allocated once, and no sample's routes are kept beside it.
+    parts: dict[str, list[Tensor]] = {"token_ids": [], "replay_mask": [], "weight_version": []}
+    for number, ids in enumerate(tokens):
+        with _naming(number):
+            parts["token_ids"].append(_token_ids(ids))
+    lengths = tuple(ids.numel() for ids in parts["token_ids"])
+    indices: Tensor | None = None
+    first = 0
+    for number, (ids, mask, version) in enumerate(zip(parts["token_ids"], masks, versions, strict=True)):
+        with _naming(number):
+            rows, routed = _sample(ids, routes[number], mask, num_experts, layer_numbers, last_token)
+            if indices is None:
+                check_topk(rows.shape[2], num_experts)
+                shape = sum(lengths), len(layer_numbers), rows.shape[2]
+                indices = torch.empty(shape, dtype=index_dtype(num_experts))
+        if rows.shape[2] != indices.shape[2]:
+            raise TraceError(f"MRR102: sample {number} has topk={rows.shape[2]}, sample 0 has another.")
+        with _naming(number):
+            _copy(rows, indices[first : first + len(rows)], routed, ids, num_experts, layer_numbers)
+            if version is not None:
+                parts["weight_version"].append(_version(version, ids.numel()))
+        parts["replay_mask"].append(routed)
+        first += ids.numel()
+    assert indices is not None, "there is a sample"
+    if 0 < len(parts["weight_version"]) < len(lengths):
+        raise TraceError(
+            f"MRR102: {len(parts['weight_version'])} of {len(lengths)} samples have a weight_version: give all or none one."
+        )
+    per_token = {name: torch.cat(values) for name, values in parts.items() if values}
+    fill_unrouted(indices, per_token["replay_mask"], num_experts=num_experts)
     return {
         "num_experts": num_experts,
         "layer_numbers": layer_numbers,
-        "sequence_lengths": [part.numel() for part in parts["token_ids"]],
-        **{name: torch.cat(values) for name, values in parts.items() if values},
+        "sequence_lengths": lengths,
+        "topk_indices": indices,
+        **per_token,
     }
+
+
+@contextmanager
+def _naming(number: int) -> Iterator[None]:
+    """Name the sample in errors of the block: a rollout has thousands."""
+    try:
+        yield
+    except TraceError as error:
+        raise TraceError(f"MRR102: sample {number}: {error}") from error
+
+
+def _token_ids(tokens: Any) -> Tensor:
+    """Return a sample's tokens, [T] int32, a copy."""
+    ids = as_integer_tensor("tokens", tokens).cpu()
+    if ids.dim() != 1:
+        raise TraceError(f"MRR102: tokens must be [T] and routes [T, layers, topk], got tokens {list(ids.shape)}.")
+    if ids.numel() and int(ids.min()) < 0:
+        raise TraceError(f"MRR101: token {int(ids.min())} at position {int(ids.argmin())} is no token id.")
+    return as_int32("token_ids", ids)
+
+
+def _version(version: Any, length: int) -> Tensor:
+    """Return a sample's weight version, [T] int32."""
+    given = as_integer_tensor("weight_version", version).cpu()
+    if given.shape not in ((), (length,)):
+        raise TraceError(f"MRR102: weight_version must be one or [{length}], got {list(given.shape)}.")
+    return as_int32("weight_version", given.expand(length))
 
 
 def _is_one(weight_version: Any) -> bool:
@@ -70,72 +129,60 @@ def _is_one(weight_version: Any) -> bool:
 
 
 def _sample(
-    tokens: Any,
+    ids: Tensor,
     routes: Any,
     mask: Any,
-    version: Any,
     num_experts: int,
     layer_numbers: tuple[int, ...],
     last_token: str | None,
-) -> dict[str, Tensor]:
-    """Return the values of a sample, a row for each of its T tokens."""
-    ids, rows = as_integer_tensor("tokens", tokens).cpu(), as_integer_tensor("routes", routes).cpu()
-    if ids.dim() != 1 or rows.dim() != 3:
+) -> tuple[Array, Tensor]:
+    """Return the routes that a sample may have, [T or T - 1, layers, topk], and its mask, [T] bool."""
+    rows, length = as_integer_array("routes", routes), ids.numel()
+    if rows.ndim != 3:
         raise TraceError(
-            f"MRR102: tokens must be [T] and routes [T, layers, topk], got {list(ids.shape)} and {list(rows.shape)}."
+            f"MRR102: tokens must be [T] and routes [T, layers, topk], got [{length}] and {list(rows.shape)}."
         )
-    if ids.numel() and int(ids.min()) < 0:
-        raise TraceError(f"MRR101: token {int(ids.min())} at position {int(ids.argmin())} is no token id.")
     check_holds_experts("routes", rows, num_experts)
-    swapped = (
-        " Give [T, layers, topk]: the tokens are on axis 1." if rows.shape[1] in (ids.numel(), ids.numel() - 1) else ""
-    )
+    swapped = " Give [T, layers, topk]: the tokens are on axis 1." if rows.shape[1] in (length, length - 1) else ""
     rows = _named_layers(rows, layer_numbers)
-    length, has_last = ids.numel(), rows.shape[0] == ids.numel()
     # Engines that did not run the token sampled last return T - 1 rows.
-    if not has_last and (rows.shape[0] != length - 1 or last_token == "routed"):
+    if len(rows) != length and (len(rows) != length - 1 or last_token == "routed"):
         expected = f"{length}" if last_token == "routed" else f"{length} or {length - 1}"
         raise TraceError(
-            f"MRR302: {rows.shape[0]} rows of routes for {length} tokens: expected {expected}. Mark rows without a route "
+            f"MRR302: {len(rows)} rows of routes for {length} tokens: expected {expected}. Mark rows without a route "
             f"with -1 in every layer.{swapped}"
         )
-    # Rows of -1 have no route. An unsigned dtype cannot mark them so.
-    missing = (rows == -1).flatten(1).all(1) if layer_numbers else torch.zeros(rows.shape[0], dtype=torch.bool)
-    routed = ~missing if rows.dtype.is_signed else torch.ones_like(missing)
-    _check_ends(rows, routed, mask, length, last_token)
-    routed = torch.nn.functional.pad(routed, (0, length - rows.shape[0]))
+    routed = torch.zeros(length, dtype=torch.bool)
+    routed[: len(rows)] = torch.from_numpy(~rows_of_minus_one(rows))
+    _check_ends(rows, routed[: len(rows)], mask, length, last_token)
     if mask is not None:
-        routed = routed & as_mask("replay_mask", mask, length)
+        routed &= as_mask("replay_mask", mask, length)
     if last_token != "routed" and length:
-        routed = torch.cat([routed[:-1], torch.zeros(1, dtype=torch.bool)])  # the engine never ran it
-    check_topk_indices(rows, num_experts=num_experts, layer_numbers=layer_numbers, replay_mask=routed[: rows.shape[0]])
-    if layer_numbers and (
-        runs := find_stale_rows(rows.numpy(), ids[: rows.shape[0]].numpy(), routed[: rows.shape[0]].numpy())
-    ):
+        routed[-1], rows = False, rows[: length - 1]  # the engine never ran it
+    return rows, routed
+
+
+def _copy(
+    rows: Array, memory: Tensor, routed: Tensor, ids: Tensor, num_experts: int, layer_numbers: tuple[int, ...]
+) -> None:
+    """Check a sample's routes and copy them, [n, layers, topk], into the memory of its first n tokens."""
+    routed, ids = routed[: len(rows)], ids[: len(rows)]
+    check_topk_indices(rows, num_experts=num_experts, layer_numbers=layer_numbers, replay_mask=routed, out=memory)
+    if layer_numbers and (runs := find_stale_rows(memory.numpy(), ids.numpy(), routed.numpy())):
         raise TraceError(
             f"MRR103: {runs[0].describe()} Leave such rows to the live router: -1 in every layer, or replay_mask."
         )
-    # Ids of masked rows are ignored; 0 is valid in every dtype.
-    stored = torch.zeros(length, *rows.shape[1:], dtype=index_dtype(num_experts))
-    stored[: rows.shape[0]] = torch.where(routed[: rows.shape[0]].view(-1, 1, 1), rows, 0).to(stored.dtype)
-    values = {"topk_indices": stored, "replay_mask": routed, "token_ids": ids}
-    if version is not None:
-        given = as_integer_tensor("weight_version", version).cpu()
-        values["weight_version"] = given.expand(length) if given.dim() == 0 else given
-        if values["weight_version"].shape != (length,):
-            raise TraceError(f"MRR102: weight_version must be one or [{length}], got {list(given.shape)}.")
-    return values
 
 
-def _check_ends(rows: Tensor, routed: Tensor, mask: Any, length: int, last_token: str | None) -> None:
+def _check_ends(rows: Array, routed: Tensor, mask: Any, length: int, last_token: str | None) -> None:
     """Raise if the rows look as if they belonged to the neighbours of their tokens.
 
     Args:
         routed: [rows] bool, False: this row is -1.
     """
-    if last_token is None and length > 1 and rows.shape[0] == length:
+    if last_token is None and length > 1 and len(rows) == length:
         is_masked = mask is not None and not bool(as_mask("replay_mask", mask, length)[-1])
-        filler = (rows[-1] == 0) | (rows[-1] == torch.arange(rows.shape[2]))
+        filler = (rows[-1] == 0) | (rows[-1] == np.arange(rows.shape[2]))
         if bool(routed[-1]) and not is_masked and not bool(filler.all()):
             raise TraceError(
                 f"MRR302: {length} rows of routes for {length} tokens, and the last row is a route. An engine does not run "
@@ -151,7 +198,7 @@ def _check_ends(rows: Tensor, routed: Tensor, mask: Any, length: int, last_token
         )
 
 
-def _named_layers(rows: Tensor, layer_numbers: tuple[int, ...]) -> Tensor:
+def _named_layers(rows: Array, layer_numbers: tuple[int, ...]) -> Array:
     """Return the routes of the layers `layer_numbers`, [T, len(layer_numbers), topk]."""
     if rows.shape[1] == len(layer_numbers):
         return rows
@@ -161,4 +208,4 @@ def _named_layers(rows: Tensor, layer_numbers: tuple[int, ...]) -> Tensor:
             f"{max(layer_numbers, default=0)}: give one entry for each of these, or for each decoder layer of the model."
         )
     # Engines may return an entry for every decoder layer, dense ones too; numbers begin at 1.
-    return rows[:, [number - 1 for number in layer_numbers]]
+    return rows[:, as_slice([number - 1 for number in layer_numbers])]

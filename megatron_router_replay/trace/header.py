@@ -6,6 +6,7 @@ the trace can be laid out before a byte of it has come. Files and transports car
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
@@ -135,3 +136,20 @@ class TraceHeader(TraceFormat):
         lengths = as_sequence_lengths(self.sequence_lengths, self.num_tokens)
         object.__setattr__(self, "sequence_lengths", lengths)
         object.__setattr__(self, "sample_ids", as_sample_ids(self.sample_ids, lengths))
+
+
+def views_of_bytes(flat: Tensor, format: TraceFormat, rows: int) -> dict[str, Tensor]:
+    """Return the format's tensors for some rows as views of the first bytes of flat uint8 memory.
+
+    The widest dtype comes first, so each begins at a multiple of its width.
+    """
+    if not rows:
+        return format.empty(0)  # nothing to point to, and empty memory has strides that no view takes
+    memory: dict[str, Tensor] = {}
+    at = 0
+    for name, like in sorted(format.empty(0).items(), key=lambda item: -item[1].dtype.itemsize):
+        shape = (rows, *like.shape[1:])
+        nbytes = math.prod(shape) * like.dtype.itemsize
+        memory[name] = flat[at : at + nbytes].view(like.dtype).view(shape)
+        at += nbytes
+    return memory

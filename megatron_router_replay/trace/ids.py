@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_router_replay.errors import TraceError, listed
+from megatron_router_replay.trace.rows import put_rows
 
 MAX_EXPERTS = 32768
 """The largest number of ids in int16."""
@@ -44,6 +45,23 @@ def spread_experts(start: int, num_rows: int, *, topk: int, num_experts: int) ->
     """
     ids = torch.arange(start * topk, (start + num_rows) * topk, dtype=torch.int64) % num_experts
     return ids.view(num_rows, topk).to(index_dtype(num_experts))
+
+
+def fill_unrouted(indices: Tensor, replay_mask: Tensor, *, num_experts: int) -> None:
+    """Write the ids of `spread_experts` into the rows without a route, in every layer, in place.
+
+    Args:
+        indices: [num_tokens, num_layers, topk] of `index_dtype(num_experts)`.
+        replay_mask: [num_tokens] bool, False: this row is written.
+    """
+    _, num_layers, topk = indices.shape
+    step = max(1, _CHECK_BYTES // max(1, num_layers * topk * indices.element_size()))
+    places = torch.arange(topk, device=indices.device)
+    unrouted = (~replay_mask).nonzero()[:, 0]
+    for start in range(0, len(unrouted), step):
+        rows = unrouted[start : start + step]
+        ids = ((rows.unsqueeze(1) * topk + places) % num_experts).to(indices.dtype)
+        put_rows(indices, rows, ids.unsqueeze(1).expand(-1, num_layers, -1).contiguous())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -81,23 +99,32 @@ class InvalidRoutes:
 
 def find_outside(rows: npt.NDArray[Any], *, num_experts: int) -> InvalidRoutes | None:
     """Return the routes of rows [rows, layers, topk], any integer dtype, with an id that is no expert's; None if none is."""
-    if not rows.size or (int(rows.min()) >= 0 and int(rows.max()) < num_experts):
+    limits = np.iinfo(rows.dtype)  # what a dtype cannot hold need not be looked for
+    is_low = rows.size and limits.min < 0 and int(rows.min()) < 0
+    if not is_low and not (rows.size and limits.max >= num_experts and int(rows.max()) >= num_experts):
         return None
     outside = np.asarray(((rows < 0) | (rows >= num_experts)).any(axis=2))
     return InvalidRoutes(cause="outside", rows=rows, invalid=outside, num_experts=num_experts)
 
 
-def find_invalid_routes(rows: npt.NDArray[Any], *, num_experts: int) -> InvalidRoutes | None:
+def find_invalid_routes(
+    rows: npt.NDArray[Any], *, num_experts: int, out: npt.NDArray[Any] | None = None
+) -> InvalidRoutes | None:
     """Return the routes that no router can have chosen, or None; ids outside the range come before repeats.
 
     Args:
         rows: [rows, layers, topk], any integer dtype; a block that fits the cache, since it is read several times.
+        out: gets a copy of rows without an id outside the range; of the same shape, in the narrow dtype.
     """
     outside = find_outside(rows, num_experts=num_experts)
     if outside is not None or not rows.size:
         return outside
     # Every id is an expert's, so the narrow dtype is wide enough; comparing fewer bytes is faster.
-    narrow = rows.astype(np.uint8 if num_experts <= 256 else np.int16, copy=False)
+    if out is None:
+        narrow = rows.astype(np.uint8 if num_experts <= 256 else np.int16, copy=False)
+    else:
+        out[:] = rows
+        narrow = out
     if not has_repeats(narrow):
         return None
     ordered = np.sort(narrow, axis=2)
@@ -117,28 +144,42 @@ def has_repeats(rows: npt.NDArray[Any]) -> bool:
 
 
 def check_topk_indices(
-    indices: Tensor, *, num_experts: int, layer_numbers: Sequence[int], replay_mask: Tensor | None = None
+    indices: Tensor | npt.NDArray[Any],
+    *,
+    num_experts: int,
+    layer_numbers: Sequence[int],
+    replay_mask: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> None:
     """Raise unless every id is an expert's and no row names an expert twice; bounded memory.
 
     Args:
         indices: [num_tokens, num_layers, topk], any integer dtype, on any device.
         replay_mask: [num_tokens] bool, False: this row is not checked. Default: all rows are.
+        out: of the shape of `indices` and of `index_dtype(num_experts)`, both on the CPU: gets a copy of the checked rows in
+            the same pass; the other rows are undefined.
 
     Raises:
         TraceError: names the first layer and row at fault.
     """
     num_tokens, num_layers, topk = indices.shape
-    step = max(1, _CHECK_BYTES // max(1, num_layers * topk * indices.element_size()))
+    step = max(1, _CHECK_BYTES // max(1, num_layers * topk * indices.itemsize))
     for start in range(0, num_tokens, step):
-        rows = indices[start : start + step].cpu().numpy()
+        block = indices[start : start + step]
+        rows = block.cpu().numpy() if isinstance(block, Tensor) else block
+        copies = None if out is None else out[start : start + step].numpy()
         place = np.arange(start, start + len(rows))
+        mask = None
         if replay_mask is not None:
             mask = replay_mask[start : start + step].cpu().numpy()
-            if not mask.all():
+            if mask.all():
+                mask = None
+            else:
                 rows, place = rows[mask], place[mask]
-        fault = find_invalid_routes(rows, num_experts=num_experts)
+        fault = find_invalid_routes(rows, num_experts=num_experts, out=copies if mask is None else None)
         if fault is None:
+            if mask is not None and copies is not None:
+                copies[:] = block  # all rows, which is faster than to choose some
             continue
         first = int(np.flatnonzero(fault.invalid.any(axis=1))[0])
         if fault.cause == "repeated":

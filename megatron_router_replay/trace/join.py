@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 
 from megatron_router_replay.errors import TraceError
-from megatron_router_replay.trace.ids import index_dtype, spread_experts
+from megatron_router_replay.trace.ids import fill_unrouted, index_dtype
 from megatron_router_replay.trace.routing_trace import RoutingTrace
-from megatron_router_replay.trace.runs import as_slice
+from megatron_router_replay.trace.rows import Rows, joined_rows, put_rows, take_rows
+from megatron_router_replay.trace.runs import neighbour_runs
 
 UNKNOWN = -1
 """token_ids and weight_version of a row where no part has one."""
 
 _BLOCK_BYTES = 16 << 20
-"""Bytes of routes that get filler at a time: the filler of all would take half as much memory as they do."""
+"""Bytes of routes to add at a time."""
 
 
 class PartJoiner:
@@ -50,13 +51,12 @@ class PartJoiner:
         self._earlier, self._num_tokens, self._device = earlier, num_tokens, device
         shape = num_tokens, len(self.layer_numbers), topk
         self._topk_indices = torch.empty(shape, dtype=index_dtype(num_experts), device=device)
-        self.has_route = torch.zeros(shape[:2], dtype=torch.bool, device=device)
+        # In memory layer by layer: `any` and `all` over short rows of bools are many times slower.
+        self.has_route = torch.zeros(shape[1], num_tokens, dtype=torch.bool, device=device).t()
         self._per_token: dict[str, Tensor] = {}
         self.block_rows = max(1, _BLOCK_BYTES // max(1, shape[1] * topk * self._topk_indices.element_size()))
 
-    def add(
-        self, name: str, layer_numbers: Sequence[int], rows: slice | Tensor, values: Mapping[str, Tensor | None]
-    ) -> None:
+    def add(self, name: str, layer_numbers: Sequence[int], rows: Rows, values: Mapping[str, Tensor | None]) -> None:
         """Place some rows of a part, and compare them with what parts before it have of them.
 
         Args:
@@ -69,28 +69,40 @@ class PartJoiner:
         Raises:
             TraceError: they differ.
         """
-        columns: Any = as_slice([self.layer_numbers.index(number) for number in layer_numbers])
-        rows_and_columns = rows, columns
-        if isinstance(rows, Tensor) and isinstance(columns, list):
-            rows_and_columns = rows.unsqueeze(1), torch.tensor(columns, dtype=torch.int64)
         routes, recorded = (_known(values[each]).to(self._device) for each in ("topk_indices", "replay_mask"))
-        recorded = recorded.unsqueeze(1)
-        before, known = self._topk_indices[rows_and_columns], self.has_route[rows_and_columns]
-        different = (known & recorded & (before != routes).any(dim=2)).nonzero()
-        if len(different):
-            self._check_same_sets(name, layer_numbers, rows, different, before, routes)
-        # Where nothing was known before, any ids may be overwritten: rows without a route are filled afterwards.
-        self._topk_indices[rows_and_columns] = torch.where(known.unsqueeze(2), before, routes)
-        self.has_route[rows_and_columns] = known | recorded
+        routed = rows
+        if not bool(recorded.all()):
+            chosen = recorded.nonzero()[:, 0]
+            routes = take_rows(routes, joined_rows(chosen))
+            routed = rows[chosen] if isinstance(rows, Tensor) else chosen + rows.start
+        if isinstance(routed, Tensor):
+            routed = joined_rows(routed)
+        columns = [self.layer_numbers.index(number) for number in layer_numbers]
+        for place, first, count in neighbour_runs(columns).tolist():
+            part, here = slice(place, place + count), slice(first, first + count)
+            self._add_routes(name, layer_numbers[part], routed, here, routes[:, part])
         for each in ("token_ids", "weight_version"):
             if (of_part := values.get(each)) is not None:
                 self._add_per_token(name, each, rows, of_part.to(self._device))
+
+    def _add_routes(self, name: str, layer_numbers: Sequence[int], rows: Rows, columns: slice, routes: Tensor) -> None:
+        """Place routes [n, layers, topk] of neighbouring layers."""
+        memory, known = self._topk_indices[:, columns], self.has_route[rows, columns]
+        if bool(known.any()):
+            before = take_rows(memory, rows)
+            if not torch.equal(before, routes):
+                different = (known & (before != routes).any(dim=2)).nonzero()
+                if len(different):
+                    self._check_same_sets(name, layer_numbers, rows, different, before, routes)
+                routes = torch.where(known.unsqueeze(2), before, routes)
+        put_rows(memory, rows, routes)
+        self.has_route[rows, columns] = True
 
     def _check_same_sets(
         self,
         name: str,
         layer_numbers: Sequence[int],
-        rows: slice | Tensor,
+        rows: Rows,
         different: Tensor,
         before: Tensor,
         routes: Tensor,
@@ -114,7 +126,7 @@ class PartJoiner:
             "Were they recorded in the same step, with the same rows? Different samples are joined by concat_traces."
         )
 
-    def _add_per_token(self, name: str, field: str, rows: slice | Tensor, values: Tensor) -> None:
+    def _add_per_token(self, name: str, field: str, rows: Rows, values: Tensor) -> None:
         if field not in self._per_token:
             unknown = torch.full((self._num_tokens,), UNKNOWN, dtype=torch.int32, device=self._device)
             self._per_token[field] = unknown
@@ -142,12 +154,7 @@ class PartJoiner:
             metadata: sequence_lengths and sample_ids.
         """
         mask = self.replay_mask
-        for start in range(0, self._num_tokens, self.block_rows):
-            block = slice(start, min(start + self.block_rows, self._num_tokens))
-            unrouted = ~mask[block]
-            if bool(unrouted.any()):
-                filler = spread_experts(start, len(unrouted), topk=self._topk, num_experts=self._num_experts)
-                self._topk_indices[block][unrouted] = filler.to(unrouted.device)[unrouted].unsqueeze(1)
+        fill_unrouted(self._topk_indices, mask, num_experts=self._num_experts)
         return RoutingTrace.from_checked(
             topk_indices=self._topk_indices,
             layer_numbers=self.layer_numbers,
@@ -159,10 +166,19 @@ class PartJoiner:
         )
 
 
+def known_rows(trace: RoutingTrace) -> Tensor:
+    """Return the rows of which a rank's part knows something, [n] int64: a route, a token or a weight version."""
+    known = trace.replay_mask
+    for values in (trace.token_ids, trace.weight_version):
+        if values is not None:
+            known = known | (values != UNKNOWN)
+    return known.nonzero()[:, 0]
+
+
 def _known(values: Tensor | None) -> Tensor:
     assert values is not None, "every part has it"
     return values
 
 
-def _row_at(rows: slice | Tensor, at: int) -> int:
+def _row_at(rows: Rows, at: int) -> int:
     return int(rows[at]) if isinstance(rows, Tensor) else rows.start + at

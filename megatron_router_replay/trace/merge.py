@@ -132,8 +132,8 @@ def merge_traces(
                 rows,
                 {each: None if value is None else value[rows] for each, value in values.items()},
             )
-    if not allow_gaps and layer_numbers:
-        _check_no_gaps(parts, names, layer_numbers, joiner.has_route, joiner.replay_mask)
+    if not allow_gaps and layer_numbers and not bool((mask := joiner.replay_mask).all()):
+        _check_no_gaps(parts, names, layer_numbers, joiner.has_route, mask)
     return joiner.trace(
         sequence_lengths=of_the_longest("sequence_lengths", parts, num_tokens),
         sample_ids=of_the_longest("sample_ids", parts, num_tokens),

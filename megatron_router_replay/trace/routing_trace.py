@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_router_replay.checks import as_integer, with_checked_options
 from megatron_router_replay.errors import TraceError, listed
 from megatron_router_replay.trace.from_samples import join_samples
-from megatron_router_replay.trace.ids import check_topk_indices
+from megatron_router_replay.trace.rows import take_rows
 from megatron_router_replay.trace.runs import as_slice
 from megatron_router_replay.trace.values import (
     as_integer_tensor,
@@ -104,9 +104,7 @@ class RoutingTrace:
             )
         check_holds_experts("topk_indices", indices, num_experts)
         mask = as_replay_mask(self.replay_mask, indices)
-        # Checked as they came, before narrowing: a cast would wrap 300 to 44, and 256 to expert 0.
-        check_topk_indices(indices, num_experts=num_experts, layer_numbers=layer_numbers, replay_mask=mask)
-        indices = as_stored_indices(indices, mask, num_experts)
+        indices = as_stored_indices(indices, mask, num_experts=num_experts, layer_numbers=layer_numbers)
 
         lengths = as_sequence_lengths(self.sequence_lengths, num_tokens)
         self._store(
@@ -164,7 +162,8 @@ class RoutingTrace:
             weight_version=weight_version,
             last_token=last_token,
         )
-        return cls(**values, sample_ids=sample_ids)
+        # Every row was checked while it was copied.
+        return cls.from_checked(**values, sample_ids=as_sample_ids(sample_ids, values["sequence_lengths"]))
 
     @classmethod
     def from_checked(
@@ -249,7 +248,7 @@ class RoutingTrace:
 
     def __iter__(self) -> Iterator[RoutingTrace]:
         """Yield each sample's trace, as views."""
-        ends = [0, *accumulate(self._known_lengths())]
+        ends = self._ends()
         return (self._samples(slice(i, i + 1), ends) for i in range(len(ends) - 1))
 
     def __getitem__(self, index: int | slice) -> RoutingTrace:
@@ -261,7 +260,7 @@ class RoutingTrace:
             TraceError: the trace has no sequence_lengths, or the index is neither an integer nor a slice.
             IndexError: the trace has no such sample.
         """
-        ends = [0, *accumulate(self._known_lengths())]
+        ends = self._ends()
         numbers = range(len(ends) - 1)
         if isinstance(index, slice):
             return self._samples(as_slice(numbers[index]), ends)
@@ -404,7 +403,15 @@ class RoutingTrace:
         return self._rows(rows, sequence_lengths=tuple(ends[i + 1] - ends[i] for i in numbers), sample_ids=names)
 
     def _rows(self, index: slice | Tensor, **metadata: Any) -> RoutingTrace:
-        return self._with(**{name: tensor[index] for name, tensor in self._tensors()}, **metadata)
+        taken = {name: tensor[index] for name, tensor in self._tensors() if name != "topk_indices"}
+        return self._with(topk_indices=take_rows(self.topk_indices, index), **taken, **metadata)
+
+    def _ends(self) -> list[int]:
+        """Return [samples + 1], the row where each sample ends, after 0; summed once, for a rollout has thousands."""
+        if "ends" not in self._derived:
+            self._derived["ends"] = [0, *accumulate(self._known_lengths())]
+        ends: list[int] = self._derived["ends"]
+        return ends
 
     def _known_lengths(self) -> tuple[int, ...]:
         if self.sequence_lengths is None:

@@ -30,6 +30,7 @@ from megatron_router_replay.checks import check_options
 from megatron_router_replay.errors import LayoutError, PayloadError, ReplayStateError, RouterReplayError
 from megatron_router_replay.together import raise_together
 from megatron_router_replay.trace import RoutingTrace
+from megatron_router_replay.trainers.peers import wait_for_peers
 from megatron_router_replay.trainers.seams import Seam, bind, hook, take
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class TrainerReplay:
             are_trained: as in `enter`.
 
         Raises:
-            ReplayStateError: samples came in before, and no pass, or no training pass, replayed them.
+            ReplayStateError: samples came in before, and no pass, or no training pass, replayed them; or a rank never came.
             LayoutError, PayloadError, SeamError, TraceError: the routes do not fit the tokens or the model; a PayloadError on
                 ranks where they do. An audit logs these errors, unless MRR_AUDIT=raise.
         """
@@ -127,6 +128,7 @@ class TrainerReplay:
                 )
             return make()
 
+        wait_for_peers(self.trainer)
         try:
             trace = make_together(checked)
         except RouterReplayError as error:

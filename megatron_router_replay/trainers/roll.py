@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_router_replay.errors import PayloadError
+from megatron_router_replay.errors import PayloadError, ReplayStateError
 from megatron_router_replay.trainers import replayer
 from megatron_router_replay.trainers.seams import Seam, bind, hook, take, when_imported
 
@@ -37,8 +37,18 @@ _options: dict[str, Any] = {}
 
 
 def runtime_env(runtime_env: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a Ray job's environment in which each worker process calls `install`; Ray calls this from `ray.init`."""
-    return {**(runtime_env or {}), "worker_process_setup_hook": f"{__name__}.install"}
+    """Return a Ray job's environment in which each worker process calls `install`; Ray calls this from `ray.init`.
+
+    Raises:
+        ReplayStateError: it has a hook of its own, which Ray would not call.
+    """
+    environment, setup = dict(runtime_env or {}), f"{__name__}.install"
+    if environment.setdefault("worker_process_setup_hook", setup) != setup:
+        raise ReplayStateError(
+            f"MRR806: this job has the worker_process_setup_hook {environment['worker_process_setup_hook']}: call {setup} in "
+            f"it, and leave RAY_RUNTIME_ENV_HOOK={__name__}.runtime_env out."
+        )
+    return environment
 
 
 def install(**options: Any) -> None:

@@ -116,7 +116,7 @@ def _construct(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     from verl.utils.device import get_device_name
 
     call = bind(original, self, *args, **kwargs)
-    model_config, engine_config = call.arguments["model_config"], call.arguments["engine_config"]
+    engine_config = call.arguments["engine_config"]
     mode, critic = mode_of(engine_config), importlib.import_module(ENGINE).MegatronEngineWithValueHead
     # On devices other than GPUs (NPUs), the engine is verl's own.
     if mode == "disabled" or isinstance(self, critic) or get_device_name() != "cuda":
@@ -127,10 +127,8 @@ def _construct(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         importlib.import_module(seam.module)
         hook(seam, replayer.give_every_stage_tokens)
     replay = replayer.install("verl", None, options)
-    packs_inside = hasattr(model_config.hf_config, "vision_config")
     for name, is_set, why in (
         ("dynamic_context_parallel", engine_config.dynamic_context_parallel, "groups change with each micro-batch"),
-        ("vision_config", packs_inside, "such a model packs its tokens inside, where nothing reads them"),
         ("MRR_AUDIT", replay.audits, "an audit of verl's own replay is not built"),
     ):
         if is_set:

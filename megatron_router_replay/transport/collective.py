@@ -35,14 +35,13 @@ import torch
 from torch import Tensor
 
 from megatron_router_replay.trace import RoutingTrace
-from megatron_router_replay.trace.header import TraceFormat
+from megatron_router_replay.trace.header import TraceFormat, views_of_bytes
 from megatron_router_replay.transport.gather import (
     Memory,
     RowSource,
     TraceRows,
     check_rows,
     trace_of_memory,
-    views_of_bytes,
 )
 from megatron_router_replay.transport.group import Connections, Store, Transfer
 from megatron_router_replay.transport.plan import (

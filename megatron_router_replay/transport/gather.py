@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from itertools import accumulate, chain
@@ -100,23 +99,6 @@ def check_rows(memory: Memory, format: TraceFormat) -> None:
     check_topk_indices(indices, num_experts=format.num_experts, layer_numbers=format.layer_numbers, replay_mask=mask)
     filler = spread_experts(0, len(indices), topk=format.topk, num_experts=format.num_experts).to(indices.device)
     indices.copy_(torch.where(mask[:, None, None], indices, filler[:, None]))
-
-
-def views_of_bytes(flat: Tensor, format: TraceFormat, rows: int) -> dict[str, Tensor]:
-    """Return the format's tensors for some rows as views of the first bytes of flat uint8 memory.
-
-    The widest dtype comes first, so each begins at a multiple of its width.
-    """
-    if not rows:
-        return format.empty(0)  # nothing to point to, and empty memory has strides that no view takes
-    memory: dict[str, Tensor] = {}
-    at = 0
-    for name, like in sorted(format.empty(0).items(), key=lambda item: -item[1].dtype.itemsize):
-        shape = (rows, *like.shape[1:])
-        nbytes = math.prod(shape) * like.dtype.itemsize
-        memory[name] = flat[at : at + nbytes].view(like.dtype).view(shape)
-        at += nbytes
-    return memory
 
 
 def trace_of_memory(

@@ -116,8 +116,9 @@ class Connections:
         self._deadline = 0.0
         self._is_over = Event()
         self._beating = Thread(target=self._beat, name="routes-beat", daemon=True)
-        # At most some thousand requests a second come to the store, whatever the number of processes.
-        self._meeting_poll_s = max(0.01, len(members) / 1000)
+        # A process looks for an error so often: at most some thousand requests a second come to the store, whatever the
+        # number of processes.
+        self._look_s = min(max(0.01, len(members) / 1000), 1.0)
 
     def connect(self, terms: Mapping[str, Any], timeout: timedelta) -> None:
         """Wait for all processes and connect to them.
@@ -222,7 +223,9 @@ class Connections:
                 if time.monotonic() > next_look:
                     next_look += _BEAT_S
                     self._check_beats(heard)
-                time.sleep(self._meeting_poll_s)
+                with suppress(dist.DistStoreError):  # time is over
+                    # The store answers as soon as all have met, however seldom a process looks for an error.
+                    self._store.wait([f"met/{self._meetings}"], timedelta(seconds=self._look_s))
 
     def _late(self) -> list[int]:
         """Return the ranks that have not come to this meeting."""

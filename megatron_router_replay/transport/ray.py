@@ -25,7 +25,8 @@ import ray  # type: ignore[import-not-found, unused-ignore]
 import torch
 
 from megatron_router_replay.trace import RoutingTrace
-from megatron_router_replay.transport.gather import TraceRows, trace_of_memory, views_of_bytes
+from megatron_router_replay.trace.header import views_of_bytes
+from megatron_router_replay.transport.gather import TraceRows, trace_of_memory
 from megatron_router_replay.transport.plan import ParallelLayout, Part, Partition, Place, TransportError, plan_routes
 from megatron_router_replay.transport.timing import TransportTimes
 

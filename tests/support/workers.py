@@ -49,12 +49,13 @@ class GlooWorkers:
 
     Args:
         world_size: number of processes.
-        preload: names of further modules that the fork server imports once; if this process has one already, without effect.
+        preload: names of further modules that the fork server imports once, before Megatron-Core; if this process has one
+            already, without effect.
     """
 
     def __init__(self, world_size: int, *, preload: Sequence[str] = ()) -> None:
         self.world_size = world_size
-        self._preload = [_PRELOAD, *preload]
+        self._preload = [*preload, _PRELOAD]
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
         self._folder: Path | None = None

@@ -99,10 +99,18 @@ def test_roll_refuses_a_generation_with_fewer_rows_than_it_runs_tokens(rows, rai
             roll._collate(collate, routes)
     else:
         assert roll._collate(collate, routes) is batch
-    assert roll.runtime_env({"env_vars": {}}) == {
-        "env_vars": {},
-        "worker_process_setup_hook": "megatron_router_replay.trainers.roll.install",
-    }
+
+
+def test_rolls_hook_is_set_and_replaces_no_other():
+    set_up = {"worker_process_setup_hook": "megatron_router_replay.trainers.roll.install"}
+    assert (
+        roll.runtime_env({"env_vars": {}}) == roll.runtime_env({"env_vars": {}, **set_up}) == {"env_vars": {}, **set_up}
+    )
+    assert roll.runtime_env(None) == set_up
+    with pytest.raises(
+        ReplayStateError, match=r"MRR806: .*hook mine\.hook: call megatron_router_replay\.trainers\.roll\.inst"
+    ):
+        roll.runtime_env({"worker_process_setup_hook": "mine.hook"})
 
 
 def test_nemo_rls_padding_is_past_the_lengths_from_the_first_position_on():

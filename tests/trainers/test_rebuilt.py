@@ -225,7 +225,9 @@ def test_a_model_that_expands_inside_is_refused_by_name_and_takes_rows_by_hand(c
     ]
     inner = model.language_model
     with torch.no_grad(), mrr.replay([inner], trace, min_agreement=0) as session:
-        session.microbatch(torch.arange(len(ids[0])).repeat_interleave(2)[None], inner)
+        rows = torch.arange(len(ids[0]))
+        rows, tokens = (each.repeat_interleave(2)[None] for each in (rows, ids[0]))
+        session.microbatch(rows, inner, token_ids=tokens)
         model(ids[0][None])
     for handle in handles:
         handle.remove()

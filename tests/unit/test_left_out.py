@@ -21,15 +21,16 @@ GROUPS, STEPS = map(runpy.run_path(str(SCRIPT), run_name="left_out").get, ("GROU
         ("examples/grpo/loop.py", ["a real vLLM", "effect", "GRPO"], []),
         ("megatron_router_replay/transport/plan.py", ["GRPO", "transports that fail"], []),
         ("megatron_router_replay/trainers/verl.py", [], ["verl"]),
-        ("megatron_router_replay/mcore/core/tape.py", ["random programs"], ["versions"]),
+        ("megatron_router_replay/mcore/core/tape.py", ["random programs"], ["transformer-engine", "versions"]),
+        ("tests/functional/transformer_engine/cases.py", [], ["transformer-engine"]),
         (
             "megatron_router_replay/trace/ids.py",
             ["transports that fail", "replies that are drawn", "random programs"],
             [],
         ),
         ("megatron_router_replay/mcore/judge/blocks.py", ["wrong routes", "random programs"], ["verl"]),
-        ("megatron_router_replay/unheard_of.py", [group.name for group in GROUPS], ["verl", "versions", "wheel"]),
-        ("Makefile", [group.name for group in GROUPS], ["verl", "versions", "wheel"]),
+        ("megatron_router_replay/unheard_of.py", [group.name for group in GROUPS], [step.name for step in STEPS]),
+        ("Makefile", [group.name for group in GROUPS], [step.name for step in STEPS]),
     ],
 )
 def test_a_path_touches_the_groups_that_are_about_it(path, groups, steps):
@@ -90,7 +91,7 @@ def test_what_a_change_since_the_day_before_does_not_touch_is_left_out_and_said(
     assert run(tmp_path, CI_ALL="1") == ([], "slow tests: all of them\n")
     assert run(tmp_path, CI_BASE="HEAD~1")[0] == options
     assert run(tmp_path, "steps")[0] == []
-    assert run(tmp_path, "steps", CI_ALL="1")[0] == ["verl", "versions", "wheel"]
+    assert run(tmp_path, "steps", CI_ALL="1")[0] == [step.name for step in STEPS]
     (tmp_path / "Makefile").write_text("")  # uncommitted files count, too
     assert run(tmp_path)[0] == []
-    assert run(tmp_path, "steps")[0] == ["verl", "versions", "wheel"]
+    assert run(tmp_path, "steps")[0] == [step.name for step in STEPS]

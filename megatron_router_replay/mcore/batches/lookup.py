@@ -20,6 +20,7 @@ from torch import nn
 from megatron_router_replay.checks import warn
 from megatron_router_replay.errors import LayoutError, listed
 from megatron_router_replay.mcore.batches import misfit
+from megatron_router_replay.mcore.batches.equal_samples import unlike
 from megatron_router_replay.mcore.batches.inputs import (
     ForwardInputs,
     TokenReader,
@@ -32,7 +33,6 @@ from megatron_router_replay.mcore.batches.samples import (
     SortedSamples,
     keys_of,
     samples_of,
-    unlike,
 )
 from megatron_router_replay.mcore.batches.segments import Partition, Segments
 from megatron_router_replay.trace import RoutingTrace
@@ -215,7 +215,8 @@ class RowLookup:
                     reading.start + count,
                     f"MRR208: {names.of(reading.row)} and {names.of(other)} of the trace begin with the same {count} tokens, "
                     f"which a forward got, and {why}. The tokens do not show which sample it is. Replay the two in "
-                    "different sessions, or give rows by session.microbatch(rows, model).",
+                    "different sessions, or give rows by session.microbatch(rows, model). If their inputs were equal and "
+                    "only weights differ (no images), trace.without_routes(mask) may leave routes to one of them alone.",
                 )
         # Not before, because a forward that is repeated after the error must raise again.
         self._compared.add(compared)

@@ -5,11 +5,43 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.mcore.batches.upload import LayerRoutes
-from megatron_router_replay.mcore.core.streams import to_device
+from megatron_router_replay.mcore.core import tape
+from megatron_router_replay.mcore.core.streams import current_stream, to_device, wait_stream
+
+
+class UsedExperts:
+    """The experts that the routers of a micro-batch used, narrow and in one tensor from the start.
+
+    Args:
+        num_layers: routers of the chunk.
+        dtype: of the ids, `index_dtype(num_experts)`.
+
+    Attributes:
+        topk_indices: [num_tokens, num_layers, topk] on the routers' device; None: no router has routed yet.
+    """
+
+    __slots__ = ("_dtype", "_num_layers", "_stream", "topk_indices")
+
+    def __init__(self, num_layers: int, dtype: torch.dtype) -> None:
+        self._num_layers, self._dtype, self._stream = num_layers, dtype, None
+        self.topk_indices: Tensor | None = None
+
+    def put(self, position: int, experts: Tensor) -> None:
+        """Keep a layer's experts, [num_tokens, topk] of any integer dtype."""
+        with tape.hidden_from_selective_checkpoint():
+            if self.topk_indices is None:
+                num_tokens, topk = experts.shape
+                shape = num_tokens, self._num_layers, topk
+                with torch.inference_mode(False):  # what is made in that mode cannot be written to outside of it
+                    self.topk_indices = torch.empty(shape, dtype=self._dtype, device=experts.device)
+                self._stream = current_stream(experts.device)
+            wait_stream(self._stream, self.topk_indices)
+            self.topk_indices[:, position] = experts
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -28,9 +60,10 @@ class Microbatch:
         rows: [num_tokens] int64, rows of the trace or of a recording as this rank's routers see them, -1: there is none.
         token_ids: [b, s] integers, the tokens that its forward must get, below 0 where they are not known; None: none is.
         batch_rows: [b, s] int64, the rows of the trace that have these tokens; None: the trace has none.
+        must_compare: rows by hand that it names again, which only the forward's input_ids can show to be of equal tokens.
         checked_layer: position of the layer that also takes its live top-k, -1: all do; None: none does.
         lengths: [S] int64, tokens of each sample that a recording numbers itself; None: rows were given by hand.
-        used: position -> [num_tokens, topk], the experts that a recording keeps; None: nothing is recorded.
+        used: the experts that a recording keeps; None: nothing is recorded.
         digest: of its rows, the same on all pipeline stages.
         is_by_hand: its rows were given by the caller; False: found by its tokens.
         number: of the micro-batches of its chunk.
@@ -47,9 +80,10 @@ class Microbatch:
     rows: Tensor | None = None
     token_ids: Tensor | None = None
     batch_rows: Tensor | None = None
+    must_compare: int = 0
     checked_layer: int | None = None
     lengths: Tensor | None = None
-    used: dict[int, Any] | None = None
+    used: UsedExperts | None = None
     digest: int = 0
     is_by_hand: bool = False
     number: int = -1

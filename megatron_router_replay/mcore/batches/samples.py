@@ -12,20 +12,9 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from megatron_router_replay.errors import TraceError
 from megatron_router_replay.trace import RoutingTrace
-
-_WINDOW = 128
-"""Positions over which the routes of equal samples are compared."""
-
-_NOISE = 0.25
-"""The share of decisions in which two runs of an engine over the same tokens may differ.
-
-Captures of real engines differ in 0 of 5,404 decisions at equal prefixes. Engine and trainer have different kernels; they
-differ in 3 % of a tiny model's decisions and about 10 % of a large one's. Unrelated texts differ in nearly all.
-"""
 
 _BYTES = 4
 """Bytes of a token in a key."""
@@ -232,23 +221,3 @@ def samples_of(trace: RoutingTrace) -> SortedSamples:
         trace.derived["samples"] = SortedSamples(ids, trace.sequence_lengths, trace.replay_mask.cpu().numpy())
     samples: SortedSamples = trace.derived["samples"]
     return samples
-
-
-def unlike(trace: RoutingTrace, first: int, other: int, count: int) -> str:
-    """Return how the routes of `count` rows of two samples differ beyond noise, "": they do not."""
-    one, two = slice(first, first + count), slice(other, other + count)
-    both = trace.replay_mask[one] & trace.replay_mask[two]
-    # Sorted, because the order of a token's experts is no difference.
-    routes = [trace.topk_indices[rows].sort(dim=2).values for rows in (one, two)]
-    if torch.equal(*routes):
-        return ""
-    differ = ((routes[0] != routes[1]).any(dim=2) & both.unsqueeze(1)).sum(1)
-    # By windows, because equal routes of a long prompt would hide a short part that differs.
-    for begin in range(0, count, _WINDOW):
-        window = slice(begin, begin + _WINDOW)
-        number = int(both[window].sum()) * trace.num_layers
-        different = int(differ[window].sum())
-        # Three standard deviations above the share, so that a few decisions alone prove nothing.
-        if different > _NOISE * number + 3 * (_NOISE * (1 - _NOISE) * number) ** 0.5:
-            return f"have different routes ({different} of {number} decisions from position {begin} on)"
-    return ""

@@ -13,6 +13,7 @@ pytorch/distributed.py.
 from __future__ import annotations
 
 import sys
+from functools import reduce
 from typing import Any
 from weakref import ReferenceType
 
@@ -27,6 +28,8 @@ _TAPE = "router_replay_tape"
 _TRANSFORMER_ENGINE = "transformer_engine.pytorch.distributed"
 """Not imported here: a checkpoint of a package that is not loaded cannot run."""
 
+_HOOKS = ("_checkpoint_hook", "_recomputation_hook")
+
 
 def install() -> None:
     """Wrap the checkpoints of torch, Megatron-Core and Transformer Engine, once each.
@@ -34,40 +37,47 @@ def install() -> None:
     Raises:
         ReplayStateError: a name of Transformer Engine's checkpoints is gone.
     """
-    _wrap_reentrant(torch_checkpoints, "CheckpointFunction")
-    _wrap_reentrant(megatron_checkpoints, "CheckpointFunction")
+    _wrap_reentrant(torch_checkpoints.CheckpointFunction)
+    _wrap_reentrant(megatron_checkpoints.CheckpointFunction)
     _wrap_hooks(torch_checkpoints)
-    transformer_engine = sys.modules.get(_TRANSFORMER_ENGINE)
+    transformer_engine: Any = sys.modules.get(_TRANSFORMER_ENGINE)
     if transformer_engine is not None:
         loss = "its recomputes look like forwards"
-        names = ("_CheckpointFunction", "_checkpoint_hook", "_recomputation_hook")
-        check_names((transformer_engine, name, loss) for name in names)
-        _wrap_reentrant(transformer_engine, "_CheckpointFunction")
+        check_names((transformer_engine, name, loss) for name in ("_CheckpointFunction", *_HOOKS))
+        _wrap_reentrant(transformer_engine._CheckpointFunction)
         _wrap_hooks(transformer_engine)
+        setattr(transformer_engine, _TAPE, True)
 
 
-def is_installed() -> bool:
-    """Return whether the checkpoints are still wrapped."""
-    return (
-        hasattr(torch_checkpoints._checkpoint_hook, _TAPE)
-        and hasattr(torch_checkpoints._recomputation_hook, _TAPE)
-        and hasattr(torch_checkpoints.CheckpointFunction.forward, _TAPE)
-        and hasattr(megatron_checkpoints.CheckpointFunction.forward, _TAPE)
-    )
+def replaced() -> list[str]:
+    """Return the functions that `install` wrapped and that are wrapped no more, by their full names."""
+    wrapped: dict[Any, tuple[str, ...]] = {
+        torch_checkpoints: (*_HOOKS, "CheckpointFunction.forward"),
+        megatron_checkpoints: ("CheckpointFunction.forward",),
+    }
+    transformer_engine = sys.modules.get(_TRANSFORMER_ENGINE)
+    if transformer_engine is not None and hasattr(transformer_engine, _TAPE):
+        wrapped[transformer_engine] = (*_HOOKS, "_CheckpointFunction.forward")
+    return [
+        f"{module.__name__}.{name}"
+        for module, names in wrapped.items()
+        for name in names
+        if not hasattr(reduce(_attribute, name.split("."), module), _TAPE)
+    ]
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    return getattr(owner, name, None)
 
 
 def misses_transformer_engine() -> bool:
     """Return whether Transformer Engine was loaded since the last `install`."""
     module = sys.modules.get(_TRANSFORMER_ENGINE)
-    return module is not None and not (
-        hasattr(getattr(module, "_checkpoint_hook", None), _TAPE)
-        and hasattr(getattr(getattr(module, "_CheckpointFunction", None), "forward", None), _TAPE)
-    )
+    return module is not None and not hasattr(module, _TAPE)
 
 
-def _wrap_reentrant(module: Any, name: str) -> None:
+def _wrap_reentrant(function: Any) -> None:
     """Make every run of a reentrant checkpoint's function a Run."""
-    function = getattr(module, name)
     forward = function.forward
     if hasattr(forward, _TAPE):
         return
@@ -91,7 +101,7 @@ def _wrap_reentrant(module: Any, name: str) -> None:
 
 def _wrap_hooks(module: Any) -> None:
     """Make both runs of a non-reentrant checkpoint a Run; its hooks get the frame that the two share."""
-    for name, reads in (("_checkpoint_hook", False), ("_recomputation_hook", True)):
+    for name, reads in zip(_HOOKS, (False, True)):
         hook = getattr(module, name)
         if not hasattr(hook, _TAPE):
             setattr(module, name, _taped_hook(hook, reads))

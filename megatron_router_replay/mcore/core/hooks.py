@@ -136,6 +136,8 @@ def routing_call(router: Any, sources: Sequence[RoutingSource], shape: torch.Siz
                 "live or with an action: run that backward before the session begins."
             )
     elif repeats and not (driver is not None and driver.announces_recomputes):
+        if sources:
+            check_installed()  # a checkpoint that was replaced since the session began leaves no tape
         # With or without a session: no number of autograd shows reliably whether this forward ran under an earlier one.
         raise ReplayStateError(
             f"MRR412: {tape.layer_of(router)} is recomputed, but no tape of its forward is known: the forward ran before the "
@@ -268,7 +270,7 @@ def check_routing() -> None:
 
 def is_installed() -> bool:
     """Return whether `install` would change nothing."""
-    return _wraps_routing() and checkpoints.is_installed() and not checkpoints.misses_transformer_engine()
+    return _wraps_routing() and not checkpoints.replaced() and not checkpoints.misses_transformer_engine()
 
 
 def check_installed() -> None:
@@ -282,8 +284,7 @@ def check_installed() -> None:
         replaced.append("TopKRouter.routing")
     if not is_hook(getattr(router_module, TOPK_FUNCTION)):
         replaced.append(f"router.{TOPK_FUNCTION}")
-    if not checkpoints.is_installed():
-        replaced.append("a checkpoint of torch or Megatron-Core")
+    replaced += checkpoints.replaced()
     if replaced:
         raise ReplayStateError(
             f"MRR415: {' and '.join(replaced)} was replaced during a session, which no longer gives routers "

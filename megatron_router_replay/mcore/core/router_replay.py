@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe import router as router_module
 from megatron.core.transformer.moe import router_replay as upstream
 from torch import Tensor
 from torch._compile import _disable_dynamo
@@ -23,7 +24,7 @@ from megatron_router_replay.mcore.core import hooks, tape
 from megatron_router_replay.mcore.core.call import RouterCounts, RoutingCall, TopKRequest
 from megatron_router_replay.mcore.core.streams import to_device
 from megatron_router_replay.mcore.model.support import refusals
-from megatron_router_replay.mcore.model.upstream import REPLAY_METHOD, check_version
+from megatron_router_replay.mcore.model.upstream import REPLAY_METHOD, TOPK_FUNCTION, check_version, takes_replay
 
 _LOG = logging.getLogger(__name__)
 
@@ -135,7 +136,9 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
         group_topk: int | None = None,
         default_compute_topk: Any = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return (scores, ids) of the experts of a call that did not pass `TopKRouter.routing`, [num_tokens, topk] each.
+        """Return (scores, ids) of a call's experts, [num_tokens, topk] each.
+
+        A router passes the hook on `TopKRouter.routing`, whose RoutingCall answers; a call without a router comes here.
 
         Args: see `TopKRequest`.
 
@@ -164,16 +167,22 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
 
     @property
     def may_be_captured(self) -> bool:
-        """Return whether a graph may hold its calls: a static buffer has the same address in every run."""
+        """Return whether a graph may have its calls.
+
+        A static buffer has the same address in every run.
+        """
         return self._action is RouterReplayAction.RECORD and self.static_buffer is not None
 
     @property
     def announces_recomputes(self) -> bool:
-        """Return whether a call in a backward is a recompute that takes the next target of the list."""
+        """Return whether a call in a backward takes the next target of the list."""
         return self._action is RouterReplayAction.REPLAY_BACKWARD
 
     def drop_announced(self) -> None:
-        """Take the target of an announced recompute off the list, because the tape has its experts."""
+        """Take the target of an announced recompute off the list.
+
+        The tape has the experts of its forward.
+        """
         if self.announces_recomputes and self.replay_backward_list:
             self.replay_backward_list.pop(0)
 
@@ -302,10 +311,15 @@ def install() -> None:
     off.
 
     Raises:
-        UnsupportedRouterError: this Megatron-Core has no router replay.
+        UnsupportedRouterError: this Megatron-Core has no router replay, or its routers never ask one.
         ReplayStateError: a model with the flag was built before; nothing is changed then.
     """
     check_version()
+    if not takes_replay(getattr(router_module, TOPK_FUNCTION)):
+        raise UnsupportedRouterError(
+            f"MRR402: install() has no effect in miles' Megatron-LM: its {TOPK_FUNCTION} asks miles' manager, and no "
+            "RouterReplay. Use a session (replay, record, freeze_recompute), which needs no install()."
+        )
     built = sum(type(each) is _ORIGINAL for each in _ORIGINAL.global_router_replay_instances)
     if built:
         raise ReplayStateError(

@@ -1,9 +1,9 @@
 """Compare replayed experts with the live router.
 
-In each micro-batch, one layer of a chunk also computes which experts its own router would choose; in the first micro-batch
-that a process runs on the chunk, all layers do. The device packs for each row which of its replayed experts the live router
-chooses or nearly chooses. When the session ends, `verdict` computes the *agreement* of each layer (1: the same experts, 0: no
-more than by chance), and searches for wrong rows (`blocks`).
+In each micro-batch with replayed rows, one layer of a chunk also computes which experts its own router would choose; in the
+first one that a process runs on the chunk, all layers do. The device packs for each row which of its replayed experts the
+live router chooses or nearly chooses. When the session ends, `verdict` computes the *agreement* of each layer (1: the same
+experts, 0: no more than by chance), and searches for wrong rows (`blocks`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,9 @@ ALL = -1
 
 _num_microbatches: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """Innermost module of a chunk -> number of micro-batches that it ran; the number chooses the layer to compare."""
+
+_all_compared: WeakSet[nn.Module] = WeakSet()
+"""Innermost modules of chunks of which a micro-batch compared all layers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,13 +133,19 @@ class Agreement:
         self._num_on_host = 0
         self._summary: dict[str, Any] | None = None
 
-    def next_layer(self, chunk: Chunk) -> int | None:
+    def next_layer(self, chunk: Chunk, *, has_replayed_rows: bool) -> int | None:
         """Return the position of the layer that a chunk's next micro-batch compares, or ALL; None: none is compared."""
         if self.topk == self.num_experts:  # every token has all experts
             return None
         self._to_host()  # copies the results of earlier micro-batches while the device runs this one
+        # Counted also without replayed rows, because ranks that share sequences compare the same layer.
         number = _num_microbatches[chunk.module] = _num_microbatches.get(chunk.module, -1) + 1
-        return ALL if self.every_layer or not number else (number - 1) % len(chunk.replayed_routers)
+        if not has_replayed_rows:  # a dummy of a data-parallel rank
+            return None
+        if self.every_layer or chunk.module not in _all_compared:
+            _all_compared.add(chunk.module)
+            return ALL
+        return (number - 1) % len(chunk.replayed_routers)
 
     def add(
         self,

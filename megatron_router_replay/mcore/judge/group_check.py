@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 
 from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.mcore.judge.report import share_of
-from megatron_router_replay.mcore.judge.verdict import judge
+from megatron_router_replay.mcore.judge.verdict import judge, published
 
 _LOG = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class RankSummary(NamedTuple):
         rows_replayed, rows_live, rows_padding: as in the report.
         options: of a replay, the same on all ranks: min_replayed, min_agreement, wrong_routes; None: a recording.
         num_rows: the highest row that was given to a recording, plus 1.
-        agreement: see `agreement.Agreement.summary`.
+        agreement: see `agreement.Agreement.summary`; its `published` part goes to the other ranks.
         stage: (lowest of the ranks that differ in their pipeline stage alone, this rank's stage, [number of micro-batches,
             digest of their rows] of each chunk); None: there is one stage, or no chunk.
     """
@@ -57,7 +57,7 @@ class GroupResult:
 
     Args:
         problems: errors of the group as a whole.
-        warnings: texts of which none raises.
+        warnings: cause -> text, of which none raises.
         at_fault: ranks that raise errors of their own.
         left: ranks that left their block by an exception, or could not open their session.
         num_rows: of a recording, over all ranks.
@@ -65,7 +65,7 @@ class GroupResult:
     """
 
     problems: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
+    warnings: dict[str, str] = field(default_factory=dict)
     at_fault: list[int] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
     num_rows: int = 0
@@ -153,8 +153,8 @@ class GroupCheck:
         except RuntimeError as error:
             raise ReplayStateError(
                 f"MRR420: rank {self.rank} waited {self._store.timeout} at the end of its session for the "
-                f"{len(self.ranks)} ranks of its group: one was killed, hangs, or has no such session. Give group= the "
-                "ranks that have a session."
+                f"{len(self.ranks)} ranks of its group: one was killed, hangs, or has no such session. Open the "
+                "session on every rank that trains; give group= only where ranks hold different models."
             ) from error
         # All ranks are in this session, so all have read the results of earlier ones.
         self._keys.over, self._keys.waiting = self._keys.over + self._keys.waiting, []
@@ -169,7 +169,7 @@ class GroupCheck:
         """Publish this rank's numbers, None if it failed. Return the result if this rank comes last."""
         self._published = True
         if self._store.add(self._key("arrived"), 1) < len(self.ranks):
-            self._store.set(self._key(self.rank), json.dumps(summary))
+            self._store.set(self._key(self.rank), json.dumps(_compact(summary), separators=(",", ":")))
             return None
         others = [rank for rank in self.ranks if rank != self.rank]
         # Each of them has arrived, so its numbers are in the store, or will be in a moment.
@@ -181,6 +181,12 @@ class GroupCheck:
         return result
 
 
+def _compact(summary: RankSummary | None) -> RankSummary | None:
+    if summary is None or summary.agreement is None:
+        return summary
+    return summary._replace(agreement=published(summary.agreement))
+
+
 def _result(summaries: Mapping[int, RankSummary | None]) -> GroupResult:
     """Return the result of the ranks' summaries, None for a rank that failed."""
     left = sorted(rank for rank, summary in summaries.items() if summary is None)
@@ -188,23 +194,28 @@ def _result(summaries: Mapping[int, RankSummary | None]) -> GroupResult:
     if left:
         return GroupResult(left=left)
     problems: list[str] = []
-    warnings: list[str] = []
+    warnings: dict[str, str] = {}
+    least_replayed = None
     wrong_rows: dict[str, list[list[int]]] = {}
     if options := next((each.options for each in everyone.values() if each.options), None):
-        min_replayed, min_agreement, wrong_routes = options
+        least_replayed, min_agreement, wrong_routes = options
         agreements = [each.agreement for each in everyone.values() if each.agreement]
-        wrong, warnings, wrong_rows = judge(agreements, min_agreement)
-        problems = judge_replay(everyone, min_replayed)
+        wrong, little, wrong_rows = judge(agreements, min_agreement)
+        problems = judge_replay(everyone, least_replayed)
         if wrong_routes == "warn":
-            warnings = wrong or warnings
+            little = wrong or little
         else:
             problems += wrong
+        if little:
+            warnings["agreement"] = little[0]
     else:
         problems = judge_recording(everyone)
     problems += stages_with_other_rows(everyone)
+    if least_replayed != 0 and (text := ranks_without_forwards(everyone)):
+        warnings["a rank without a forward"] = text
     return GroupResult(
         problems=problems,
-        warnings=[] if problems else warnings,
+        warnings={} if problems else warnings,
         at_fault=[rank for rank, summary in everyone.items() if summary.at_fault],
         num_rows=max(summary.num_rows for summary in everyone.values()),
         wrong_rows=wrong_rows,
@@ -223,6 +234,28 @@ def judge_recording(everyone: Mapping[int, RankSummary]) -> list[str]:
         f"nothing was recorded on {where}: no forward of the model reached all of its routers inside the session. Does the "
         "block run the model that it was opened on, outside of session.paused()?"
     ]
+
+
+def ranks_without_forwards(everyone: Mapping[int, RankSummary]) -> str:
+    """Return a text that names ranks with routers but no forward where others ran some; "": there are none.
+
+    A rank may rightly have no micro-batch. Or it trained before or after its session, without routes.
+    """
+    ran: dict[bool, list[int]] = {True: [], False: []}
+    for rank, each in everyone.items():
+        if each.chunks:  # a stage without routers has none
+            ran[bool(each.rows_replayed or each.rows_live or each.rows_padding)].append(rank)
+    if not ran[True] or not ran[False]:
+        return ""
+    return (
+        f"ranks {_first(ran[False])} have routers and ran no forward inside their session, ranks {_first(ran[True])} did. "
+        "What they trained before or after it had no session: run the step inside the block on every rank. For a step in "
+        "which a rank may have no micro-batch, pass min_replayed=0."
+    )
+
+
+def _first(ranks: list[int], most: int = 8) -> str:
+    return f"[{', '.join(map(str, ranks[:most]))}{', ...' * (len(ranks) > most)}]"
 
 
 def stages_with_other_rows(everyone: Mapping[int, RankSummary]) -> list[str]:

@@ -24,8 +24,8 @@ from megatron_router_replay.mcore.judge.causes import cause_of, moved_by
 from megatron_router_replay.mcore.judge.places import ComparedPlaces
 from megatron_router_replay.trace import RoutingTrace
 
-LEAST_DECISIONS = 128.0
-"""Experts beyond chance below which a layer has too little evidence."""
+LEAST_DECISIONS, LEAST_TO_WARN = 128.0, 64.0
+"""Experts beyond chance from which on a layer is judged, and from which on a session warns of less than `min_agreement`."""
 WARN = 0.5
 """Agreement of a layer below which a session warns."""
 PART_EVIDENCE = 15.0
@@ -59,16 +59,17 @@ class Sums(NamedTuple):
     @property
     def judged(self) -> float | None:
         """Agreement of rows or of kinds of rows, whichever is more; None: there is too little evidence."""
-        if self.most_of_kinds < LEAST_DECISIONS:
+        return self.agreement_from(LEAST_DECISIONS)
+
+    def agreement_from(self, least: float) -> float | None:
+        """Return the same; None: there are fewer experts beyond chance than `least`."""
+        if self.most_of_kinds < least:
             return None
         return max(self.agreement, self.shared_of_kinds / self.most_of_kinds)
 
     @classmethod
     def of(cls, rows: ComparedRows) -> Sums:
         return cls(float(rows.counts.sum()), *rows.shared(rows.number), *rows.shared(rows.weight))
-
-    def plus(self, other: Iterable[float]) -> Sums:
-        return Sums(*map(sum, zip(self, other)))
 
 
 class Finding(NamedTuple):
@@ -356,11 +357,22 @@ class Verdict(NamedTuple):
     wrong_rows: dict[str, list[list[int]]]
 
 
+def published(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of an `Agreement.summary` that `judge` reads: of 1,024 ranks, one reads all.
+
+    A finding that does not raise is for the rank's own report, and of those that raise the clearest is told. Six digits of
+    a sum are more than a threshold means.
+    """
+    raising = [each for each in summary["findings"] if each[0] >= EVIDENCE]
+    layers = {number: [float(f"{value:.6g}") for value in sums] for number, sums in summary["layers"].items()}
+    return {**summary, "findings": [max(raising)] if raising else [], "layers": layers}
+
+
 def judge(everyone: Sequence[Mapping[str, Any]], least: float) -> Verdict:
     """Return the faults of the routes of a group of ranks; all ranks compute the same.
 
     Args:
-        everyone: `Agreement.summary` of each rank.
+        everyone: `published(Agreement.summary)` of each rank.
         least: `min_agreement` of `replay`; 0: find no faults.
     """
     verdict = Verdict([], [], {})
@@ -393,12 +405,24 @@ def judge(everyone: Sequence[Mapping[str, Any]], least: float) -> Verdict:
                 f"{text}. The log-likelihood ratio is {evidence:.0f}, {EVIDENCE:.0f} raises; report.wrong_rows has the rows "
                 "for trace.without_routes."
             )
-        elif little := {layer: value for layer, value in layers.items() if value < WARN}:
+        elif little := _little(sums, layers, least):
             facts = "".join(f"; {fact}" for fact in layout)
             verdict.warnings.append(
                 f"the live router agrees little with the replayed routes: layers {_list(little)}{facts}"
             )
     return Verdict(verdict.problems[:1], verdict.warnings[:1], verdict.wrong_rows)
+
+
+def _little(sums: Mapping[int, Sums], layers: Mapping[int, float], least: float) -> dict[int, float]:
+    """Return the agreement of layers that warn.
+
+    Args:
+        layers: those with enough evidence to raise; the others of `sums` warn where they would raise with more.
+    """
+    few = {layer: each.agreement_from(LEAST_TO_WARN) for layer, each in sums.items() if layer not in layers}
+    little = {layer: value for layer, value in few.items() if value is not None and value < least}
+    little |= {layer: value for layer, value in layers.items() if value < WARN}
+    return dict(sorted(little.items()))
 
 
 def _add_parts(ranks: Sequence[Mapping[str, Any]], verdict: Verdict) -> list[Finding]:
@@ -432,10 +456,12 @@ def judged(layers: Mapping[int, Sums]) -> dict[int, float]:
 
 def add_up(units: Iterable[tuple[Any, Iterable[float]]]) -> dict[Any, Sums]:
     """Return the sums of (key, sums) by key."""
-    sums: dict[Any, Sums] = {}
-    for key, unit in units:
-        sums[key] = sums.get(key, Sums()).plus(unit)
-    return sums
+    places: dict[Any, int] = {}
+    listed = [(places.setdefault(key, len(places)), tuple(unit)) for key, unit in units]
+    sums = np.zeros((len(places), len(Sums._fields)))
+    if listed:
+        np.add.at(sums, [place for place, _ in listed], [unit for _, unit in listed])
+    return {key: Sums(*sums[place].tolist()) for key, place in places.items()}
 
 
 def _list(values: Mapping[int, float]) -> str:

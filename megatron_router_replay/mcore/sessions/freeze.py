@@ -63,6 +63,10 @@ class FrozenRouters:
     def begin(self, session: Session) -> None:
         """Watch for routers that train in place of these."""
         self._opened_by = weakref.ref(session)
+        # A model that no longer exists has its successor in this one: there is nothing to warn of.
+        _successors[:] = [
+            each for each in _successors if each.frozen() is not None or each.sizes.isdisjoint(self._successor.sizes)
+        ]
         _successors.append(self._successor)
         hooks.on_unregistered = _count_successor
 

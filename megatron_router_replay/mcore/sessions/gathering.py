@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_router_replay.errors import TraceError
 from megatron_router_replay.mcore.core.streams import collective_device
 from megatron_router_replay.together import raise_together
 from megatron_router_replay.trace import RoutingTrace
-from megatron_router_replay.trace.header import TraceHeader
-from megatron_router_replay.trace.join import UNKNOWN, PartJoiner
+from megatron_router_replay.trace.header import TraceHeader, views_of_bytes
+from megatron_router_replay.trace.join import PartJoiner, known_rows
 
-_PIECE_BYTES = 32 << 20
-"""The size of a message at most, and of the memory on a GPU where a group takes tensors from GPUs alone."""
+_PIECE_BYTES, _NUM_UNDER_WAY = 4 << 20, 8
+"""The size of a message at most, and how many are under way; a group that takes tensors from GPUs alone has them there."""
 
 
 Replica = tuple[int, ...] | None
@@ -44,7 +46,7 @@ def gather_trace(
 ) -> tuple[RoutingTrace, Replica]:
     """Return the recording of a batch by all ranks of a group, as `merge_traces(parts, allow_gaps=True)` joins it.
 
-    A collective. Each rank sends its own rows to all, in turn, so a rank needs memory for the whole and for one message.
+    A collective. Each rank sends the rows that it knows to all, and needs memory for the whole and for 32 MB of messages.
     Samples of different replicas follow one another, and the parts of a replica have the same rows. If a rank of the group
     gave rows by hand, all rows are the whole batch's.
 
@@ -64,8 +66,7 @@ def gather_trace(
     try:
         if isinstance(trace, Exception):
             raise trace
-        known = trace.replay_mask if trace.token_ids is None else trace.replay_mask | (trace.token_ids != UNKNOWN)
-        rows = known.nonzero()[:, 0]
+        rows = known_rows(trace)
         routed = trace.gather_rows(rows)
         mine = _Part(replica, trace.sequence_lengths, trace.num_tokens, TraceHeader.of(routed))
     except Exception as error:
@@ -81,25 +82,64 @@ def gather_trace(
             lengths = tuple(length for each in sorted(lengths_of) for length in lengths_of[each])
             num_tokens = sum(lengths)
         replica = tuple(sorted({rank for part in parts for rank in part.replica or ()}))
-    sent = {"rows": (rows + first).int()}
-    headers = [part.header for part in parts]
-    sent |= {name: getattr(routed, name) for name in ("topk_indices", *headers[ranks.index(dist.get_rank())].per_token)}
-    joiner, device = _joiner(num_tokens, headers), collective_device(group)
-    for rank, header in zip(ranks, headers):
-        step = max(1, _PIECE_BYTES // header.row_bytes())
-        for start in range(0, header.num_tokens, step):
-            piece = slice(start, min(start + step, header.num_tokens))
-            memory = {"rows": torch.empty(piece.stop - start, dtype=torch.int32), **header.empty(piece.stop - start)}
-            if rank == dist.get_rank():
-                memory = {name: sent[name][piece] for name in memory}
-            for name, values in memory.items():
-                # As bytes, the one dtype that every backend carries.
-                message = values.contiguous().view(-1).view(torch.uint8).to(device)
-                dist.broadcast(message, src=rank, group=group)
-                memory[name] = message.cpu().view(values.dtype).view(values.shape)
-            joiner.add(f"rank {rank}", header.layer_numbers, memory.pop("rows").long(), memory)
+    headers = dict(zip(ranks, (part.header for part in parts)))
+    joiner = _joiner(num_tokens, list(headers.values()))
+    per_token = headers[dist.get_rank()].per_token
+    sent = {"rows": (rows + first).int(), **{name: getattr(routed, name) for name in ("topk_indices", *per_token)}}
+    fault: Exception | None = None
+    for rank, piece in _received(headers, sent, group):
+        try:
+            if fault is None:
+                joiner.add(f"rank {rank}", headers[rank].layer_numbers, piece.pop("rows").long(), piece)
+        except Exception as error:  # also one that finds no memory: the other ranks wait for what this one sends
+            fault = error
+    raise_together(fault, _error_of_peers, group)
     joined = joiner.trace()
     return (joined if lengths is None else joined.with_samples(lengths)), replica
+
+
+def _received(
+    headers: Mapping[int, TraceHeader], sent: Mapping[str, Tensor], group: dist.ProcessGroup | None
+) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """Yield (rank, some of its rows) until all ranks have the rows of all; several ranks send at a time.
+
+    Args:
+        headers: rank -> the rows that it sends.
+        sent: the values of this rank's rows, and "rows", their numbers in the whole.
+    """
+    device = collective_device(group)
+    steps = {rank: max(1, _PIECE_BYTES // (4 + header.row_bytes())) for rank, header in headers.items()}
+    # The first pieces of all ranks, then the second ones, and so on: neighbours in this order have different senders.
+    pieces = sorted(
+        (number, rank) for rank, header in headers.items() for number in range(-(-header.num_tokens // steps[rank]))
+    )
+    under_way: deque[tuple[int, int, Tensor, Any]] = deque()
+    for number, rank in pieces:
+        if len(under_way) == _NUM_UNDER_WAY:
+            yield _finished(headers, *under_way.popleft())
+        header, start = headers[rank], number * steps[rank]
+        stop = min(start + steps[rank], header.num_tokens)
+        message = torch.empty((stop - start) * (4 + header.row_bytes()), dtype=torch.uint8)
+        if rank == dist.get_rank():
+            for name, memory in _views(message, header, stop - start).items():
+                memory.copy_(sent[name][start:stop])
+        message = message.to(device)
+        work = dist.broadcast(message, src=rank, group=group, async_op=True)
+        under_way.append((rank, stop - start, message, work))
+    while under_way:
+        yield _finished(headers, *under_way.popleft())
+
+
+def _finished(
+    headers: Mapping[int, TraceHeader], rank: int, count: int, message: Tensor, work: Any
+) -> tuple[int, dict[str, Tensor]]:
+    work.wait()
+    return rank, _views(message.cpu(), headers[rank], count)
+
+
+def _views(message: Tensor, header: TraceHeader, count: int) -> dict[str, Tensor]:
+    """Return the values of `count` rows and their numbers, "rows", as views of one message of bytes."""
+    return {"rows": message[: 4 * count].view(torch.int32), **views_of_bytes(message[4 * count :], header, count)}
 
 
 def _error_of_peers(ranks: list[int], text: str) -> TraceError:

@@ -151,11 +151,17 @@ class Microbatches(ABC):
         """Begin the next micro-batch of a chunk, and compare rows by hand with the tokens that the forward gets."""
         self.look_up_rows(chunk, inputs)
         microbatch = chunk.begin(is_running=True)
-        # What gets hidden states may get tokens in another layout, as they were before packing.
-        is_embedded = inputs.hidden is None and getattr(chunk.module, "pre_process", True)
-        if microbatch.is_by_hand and inputs.input_ids is not None and is_embedded:
+        if microbatch.is_by_hand and getattr(chunk.module, "pre_process", True):
             try:
-                self._compare_tokens(chunk, microbatch, inputs.input_ids)
+                # What gets hidden states may get tokens in another layout, as they were before packing.
+                if inputs.input_ids is not None and inputs.hidden is None:
+                    self._compare_tokens(chunk, microbatch, inputs.input_ids)
+                elif microbatch.must_compare:
+                    raise LayoutError(
+                        f"MRR202: {names_again(microbatch.must_compare)}, and micro-batch {microbatch.number} of chunk "
+                        f"{chunk.index} embeds no input_ids to compare. If a batch has a sample twice, give its tokens: "
+                        "session.microbatch(rows, model, token_ids=...)."
+                    )
             except BaseException:
                 chunk.leave(failed=True)
                 raise
@@ -225,8 +231,7 @@ class Microbatches(ABC):
         assert state.chunk is not None, "it takes part"
         if microbatch.used is not None:
             assert call.used is not None, "the call is over"
-            # Narrowed where a tape has it so; else all layers at once, at the end, for autograd keeps it as it is.
-            microbatch.used[state.position] = call.used if call.kept is None else call.kept
+            microbatch.used.put(state.position, call.used if call.kept is None else call.kept)
         state.chunk.routed(microbatch, state.position)
 
     def on_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
@@ -285,9 +290,17 @@ class Microbatches(ABC):
         except ReplayStateError as error:  # a rank never came: this rank's own problems are raised with it
             return [*problems, str(error)]
         self.result = result
-        for text in result.warnings:
-            warn("agreement", text)
+        for cause, text in result.warnings.items():
+            warn(cause, text)
         return [*problems, *result.problems_of(self._rank, at_fault=at_fault)]
+
+
+def names_again(num_repeated: int) -> str:
+    """Return how rows by hand name rows twice, for the error where no token can be compared."""
+    return (
+        f"rows by hand name {num_repeated} rows of the trace again in one micro-batch. Do they restart in each sample? "
+        "Row i of the trace is its token i, so the rows of a sample begin where those of the sample before it end"
+    )
 
 
 def _sum_counts(name: str, chunks: Sequence[Chunk]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -15,7 +16,7 @@ from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceEr
 from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.batches.inputs import ForwardInputs, TokenReader
 from megatron_router_replay.mcore.batches.lookup import number_tokens
-from megatron_router_replay.mcore.batches.microbatch import Microbatch
+from megatron_router_replay.mcore.batches.microbatch import Microbatch, UsedExperts
 from megatron_router_replay.mcore.batches.row_inputs import RowInputs, check_padding, check_range
 from megatron_router_replay.mcore.batches.segments import Partition
 from megatron_router_replay.mcore.core.call import RoutingCall, TopKRequest
@@ -27,7 +28,10 @@ from megatron_router_replay.mcore.sessions.microbatches import Microbatches, mak
 from megatron_router_replay.mcore.sessions.routers import SessionRouters
 from megatron_router_replay.mcore.sessions.session import Session, open_session
 from megatron_router_replay.trace import RoutingTrace
-from megatron_router_replay.trace.ids import index_dtype
+from megatron_router_replay.trace.ids import check_topk_indices, fill_unrouted, index_dtype
+from megatron_router_replay.trace.rows import joined_rows, put_rows, take_rows
+from megatron_router_replay.trace.runs import neighbour_runs
+from megatron_router_replay.trace.values import as_sequence_lengths
 
 _MAX_ROWS = 1 << 31
 """A higher number is no row of a step: its trace would be larger than a disk."""
@@ -112,7 +116,7 @@ class RecordedRoutes(Microbatches):
             rows=router_rows,
             token_ids=inputs.token_ids,
             lengths=inputs.lengths,
-            used={},
+            used=UsedExperts(len(chunk.replayed_routers), index_dtype(self._sizes[0])),
         )
 
     # ---- one forward
@@ -123,9 +127,9 @@ class RecordedRoutes(Microbatches):
         """Keep rows, experts and tokens of a forward that returned; experts are copied to the host without a wait."""
         assert microbatch.rows is not None, "a recorded micro-batch has them"
         assert microbatch.used is not None, "a recorded micro-batch has them"
-        used = torch.stack([microbatch.used[position] for position in range(len(chunk.replayed_routers))], dim=1)
+        assert microbatch.used.topk_indices is not None, "a chunk that takes micro-batches has routers"
         tokens = None if microbatch.token_ids is None else chunk.router_view(microbatch.token_ids)
-        routes = self._to_host(used.to(index_dtype(self._sizes[0])))
+        routes = self._to_host(microbatch.used.topk_indices)
         self._recorded[chunk.index].append(_Recorded(microbatch.rows, routes, tokens, microbatch.lengths))
 
     def _to_host(self, values: Tensor) -> Tensor:
@@ -180,28 +184,37 @@ class RecordedRoutes(Microbatches):
 
     def trace(self, length: int, sample_lengths: list[int] | None) -> RoutingTrace:
         """Return the recorded rows of this rank as a trace of this many rows; see `RecordSession.trace`."""
-        parts = [self._part(chunk) for chunk in self.chunks]
-        highest = max((int(rows.max()) for rows, _ in parts if rows.numel()), default=-1)
+        rows_of = [self._rows_of(chunk.index) for chunk in self.chunks]
+        highest = max((int(rows.max()) for each in rows_of for rows in each if rows.numel()), default=-1)
         if length <= highest:
             raise TraceError(
                 f"MRR422: cannot return {length} rows: row {highest} was recorded. Give num_tokens of the whole batch."
             )
-        placed = [_place(rows, used, length) for rows, used in parts]
-        for _, seen in placed[1:]:
-            if not torch.equal(seen, placed[0][1]):
-                row = int((seen != placed[0][1]).nonzero()[0])
+        layer_numbers = tuple(sorted(each.layer_number for chunk in self.chunks for each in chunk.replayed_routers))
+        num_experts, topk = self._sizes
+        indices = torch.empty(length, len(layer_numbers), topk, dtype=index_dtype(num_experts))
+        mask: Tensor | None = None
+        for chunk, rows in zip(self.chunks, rows_of):
+            columns = [layer_numbers.index(each.layer_number) for each in chunk.replayed_routers]
+            seen = torch.zeros(length, dtype=torch.bool)
+            for forward_rows, recorded in zip(rows, self._recorded[chunk.index]):
+                _place(forward_rows, recorded.routes, columns, indices, seen)
+            if mask is not None and not torch.equal(seen, mask):
+                row = int((seen != mask).nonzero()[0])
                 raise TraceError(
                     f"MRR422: row {row} was routed in some of this rank's chunks only: run every chunk, then read."
                 )
-        numbers = [found.layer_number for chunk in self.chunks for found in chunk.replayed_routers]
-        indices = torch.cat([self._empty(length, 0), *(part for part, _ in placed)], dim=1)
-        return RoutingTrace(
-            topk_indices=indices[:, sorted(range(len(numbers)), key=numbers.__getitem__)],
-            layer_numbers=tuple(sorted(numbers)),
-            num_experts=self._sizes[0],
-            replay_mask=placed[0][1] if placed else torch.ones(length, dtype=torch.bool),
+            mask = seen
+        mask = torch.ones(length, dtype=torch.bool) if mask is None else mask
+        check_topk_indices(indices, num_experts=num_experts, layer_numbers=layer_numbers, replay_mask=mask)
+        fill_unrouted(indices, mask, num_experts=num_experts)
+        return RoutingTrace.from_checked(
+            topk_indices=indices,
+            layer_numbers=layer_numbers,
+            num_experts=num_experts,
+            replay_mask=mask,
             token_ids=self._token_ids(length),
-            sequence_lengths=sample_lengths,
+            sequence_lengths=as_sequence_lengths(sample_lengths, length),
         )
 
     @property
@@ -211,19 +224,6 @@ class RecordedRoutes(Microbatches):
             return int(state.found.router.num_experts), int(state.found.router.topk)
         config: Any = unwrap(self._modules[0]).config  # of a stage without MoE layers
         return int(config.num_moe_experts), int(config.moe_router_topk)
-
-    def _empty(self, length: int, num_layers: int) -> Tensor:
-        num_experts, topk = self._sizes
-        return torch.empty(length, num_layers, topk, dtype=index_dtype(num_experts))
-
-    def _part(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """Return the rows [n] int64 and routes [n, its layers, topk] of a chunk, without padding, on the CPU."""
-        microbatches = self._recorded[chunk.index]
-        if not microbatches:
-            return torch.empty(0, dtype=torch.int64), self._empty(0, len(chunk.replayed_routers))
-        rows = torch.cat(self._rows_of(chunk.index))
-        used = torch.cat([each.routes for each in microbatches])
-        return rows[rows >= 0], used[rows >= 0]
 
     def _rows_of(self, index: int) -> list[Tensor]:
         """Return the rows of each forward of a chunk; those that the session numbered follow one another."""
@@ -292,7 +292,7 @@ class RecordSession(Session):
         A collective: every rank of each group calls it, in this order of groups. It is needed wherever a trace is replayed
         by ranks that did not record all of its rows: regrouped micro-batches under sequence, context or data parallelism.
         Ranks of one data-parallel rank recorded parts of the same samples; those of different ones follow in order.
-        A rank sends the rows that it routed, and needs memory for the whole and for a message of 32 MB.
+        A rank sends the rows that it routed, and needs memory for the whole and for 32 MB of messages.
 
         Args:
             groups: for example the tensor-, context-, pipeline- and data-parallel groups; none given: all ranks of the job.
@@ -327,24 +327,43 @@ class RecordSession(Session):
         return self._recorded.num_rows
 
 
-def _place(rows: Tensor, used: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Put routes at their rows: ([length, layers, topk], seen [length] bool).
+def _place(rows: Tensor, routes: Tensor, columns: Sequence[int], indices: Tensor, seen: Tensor) -> None:
+    """Write the routes of a forward into the trace, and note its rows.
+
+    Args:
+        rows: [n] int64, -1: padding.
+        routes: [n, layers of the chunk, topk].
+        columns: of these layers in the trace.
+        indices: [length, layers, topk], of the trace.
+        seen: [length] bool, True: the chunk has routed this row.
 
     Raises:
         TraceError: a row was recorded twice with different experts.
     """
-    placed = torch.zeros(length, *used.shape[1:], dtype=used.dtype)
-    placed[rows] = used  # a row that came twice keeps one of the two; the other is compared with it below
-    seen = torch.zeros(length, dtype=torch.bool)
-    seen[rows] = True
-    if int(seen.sum()) != rows.numel():
-        differ = (placed[rows].sort(dim=2).values != used.sort(dim=2).values).flatten(1).any(dim=1)
-        if bool(differ.any()):
-            raise TraceError(
-                f"MRR422: row {int(rows[differ][0])} was routed twice, to different experts: record each row once, or "
-                "use one recording a pass."
-            )
-    return placed, seen
+    if bool((rows < 0).any()):
+        kept = (rows >= 0).nonzero()[:, 0]
+        rows, routes = rows[kept], take_rows(routes, joined_rows(kept))
+    at = joined_rows(rows)
+    before = seen[rows]
+    is_repeated = bool(before.any()) or (isinstance(at, Tensor) and len(np.unique(rows.numpy())) < len(rows))
+    for first, column, count in neighbour_runs(columns).tolist():
+        memory, written = indices[:, column : column + count], routes[:, first : first + count]
+        if is_repeated:
+            _check_same_experts(memory, rows[before], written[before])
+        put_rows(memory, at, written)
+        if is_repeated:  # a row that came twice in this forward keeps one of the two, with which both are compared
+            _check_same_experts(memory, rows, written)
+    seen[at] = True
+
+
+def _check_same_experts(memory: Tensor, rows: Tensor, routes: Tensor) -> None:
+    """Raise if a row of the trace has other experts than these routes, in any order."""
+    differ = (memory[rows].sort(dim=2).values != routes.sort(dim=2).values).flatten(1).any(dim=1)
+    if bool(differ.any()):
+        raise TraceError(
+            f"MRR422: row {int(rows[differ][0])} was routed twice, to different experts: record each row once, or "
+            "use one recording a pass."
+        )
 
 
 @with_checked_options

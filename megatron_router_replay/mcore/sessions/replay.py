@@ -27,7 +27,7 @@ from megatron_router_replay.mcore.judge.agreement import ALL, Agreement
 from megatron_router_replay.mcore.judge.group_check import GroupCheck
 from megatron_router_replay.mcore.model.find import Models
 from megatron_router_replay.mcore.model.layers import check_trace_layers
-from megatron_router_replay.mcore.sessions.microbatches import Microbatches, make_chunks
+from megatron_router_replay.mcore.sessions.microbatches import Microbatches, make_chunks, names_again
 from megatron_router_replay.mcore.sessions.routers import RouterState, SessionRouters
 from megatron_router_replay.mcore.sessions.session import Session, open_session
 from megatron_router_replay.trace import RoutingTrace
@@ -109,7 +109,12 @@ class TraceRoutes(Microbatches):
         check_padding(inputs)
         check_range(inputs, self._trace.num_tokens)
         # Not of rows that tokens found: the tokens of a batch may well contain a sample twice.
-        inputs.num_repeated = self._num_repeated(chunk, inputs)
+        inputs.num_repeated = _num_repeated(inputs)
+        if inputs.num_repeated and not self._knows_tokens(inputs.rows):
+            raise LayoutError(
+                f"MRR202: {names_again(inputs.num_repeated)}, and the trace has no token ids to compare. If a batch has a "
+                "sample twice, make the trace with token ids."
+            )
 
     def make_microbatch(self, chunk: Chunk, inputs: RowInputs) -> Microbatch:
         """Return the micro-batch that replays these rows of the trace, as this rank's routers see them."""
@@ -144,7 +149,8 @@ class TraceRoutes(Microbatches):
                 "rows": router_rows.numel(),
                 "live": num_live,
                 "padding": num_padding,
-                "repeated": inputs.num_repeated,
+                # Sequence-parallel ranks get the same rows: the first of them counts.
+                "repeated": 0 if chunk.sequence_share[0] else inputs.num_repeated,
                 "ambiguous": inputs.num_ambiguous,
             },
             num_routers=len(chunk.replayed_routers),
@@ -154,21 +160,16 @@ class TraceRoutes(Microbatches):
             replay_mask=replay_mask,
             token_ids=expected,
             batch_rows=None if expected is None else rows,
-            checked_layer=None if self.agreement is None else self.agreement.next_layer(chunk),
+            must_compare=inputs.num_repeated if inputs.token_ids is None else 0,
+            checked_layer=None
+            if self.agreement is None
+            else self.agreement.next_layer(chunk, has_replayed_rows=num_live + num_padding < router_rows.numel()),
         )
 
     # ---- checks of rows
-    def _num_repeated(self, chunk: Chunk, inputs: RowInputs) -> int:
-        """Return how many rows a micro-batch names again: one token is trained on the routes of another."""
-        # Sequence-parallel ranks get the same rows: the first of them counts.
-        if chunk.sequence_share[0] or not inputs.rows.numel():
-            return 0
-        rows = inputs.rows.numpy().ravel()
-        if inputs.lowest < 0:
-            rows = rows[rows >= 0]
-        is_named = np.zeros(inputs.highest + 1 - max(inputs.lowest, 0), dtype=np.bool_)
-        is_named[rows - max(inputs.lowest, 0)] = True
-        return rows.size - int(np.count_nonzero(is_named))
+    def _knows_tokens(self, rows: Tensor) -> bool:
+        """Return whether the trace has the token of each of these rows, so that they can be compared."""
+        return self._tokens is not None and bool((self._tokens[rows[rows >= 0]] >= 0).all())
 
     def _check_known(self, rows: Tensor, unrouted: Tensor) -> None:
         """Check that the trace has a token id for each row without a route; `merge_traces` leaves rows of no rank without."""
@@ -353,6 +354,18 @@ def _why_not_found(trace: RoutingTrace) -> str:
     if trace.sequence_lengths is None:
         return ": the trace has token ids and no samples: trace.with_samples(lengths) cuts it into them"
     return ""
+
+
+def _num_repeated(inputs: RowInputs) -> int:
+    """Return how many rows a micro-batch names again: a sample is in it twice, or a token would get another one's routes."""
+    if not inputs.rows.numel():
+        return 0
+    rows = inputs.rows.numpy().ravel()
+    if inputs.lowest < 0:
+        rows = rows[rows >= 0]
+    is_named = np.zeros(inputs.highest + 1 - max(inputs.lowest, 0), dtype=np.bool_)
+    is_named[rows - max(inputs.lowest, 0)] = True
+    return rows.size - int(np.count_nonzero(is_named))
 
 
 def _check_shares(shares: Mapping[str, Any]) -> None:

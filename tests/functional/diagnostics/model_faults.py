@@ -448,17 +448,22 @@ def group_cases(prompt_share: float, keep_ids: bool) -> list[Case]:
     ]
 
 
-def main() -> None:
+def print_cases(make: Callable[[], list[Case]]) -> None:
+    """Print what the diff says of each case beside the truth."""
     from tests.support.one_rank import only_rank
 
     with only_rank():
-        groups = [case for share in GROUP_SHARES for ids in (True, False) for case in group_cases(share, ids)]
-        for case in [*model_cases(), *groups]:
+        for case in make():
             diff = mrr.diff_traces(*case.make())
             print(f"{case.judge(str(diff)):6} {case.name}: {case.truth}", flush=True)
             if "--texts" in sys.argv:
                 print("       " + str(diff).replace("\n", "\n       ") + "\n", flush=True)
 
 
+def all_cases() -> list[Case]:
+    groups = [case for share in GROUP_SHARES for ids in (True, False) for case in group_cases(share, ids)]
+    return [*model_cases(), *groups]
+
+
 if __name__ == "__main__":
-    main()
+    print_cases(all_cases)

@@ -16,6 +16,7 @@ from tests.functional.diagnostics.model_faults import (
     random_samples,
     record_routes,
 )
+from tests.functional.diagnostics.rare_faults import rare_cases
 
 pytestmark = pytest.mark.slow
 
@@ -30,6 +31,13 @@ def test_a_fault_in_a_model_is_named_or_left_open(megatron, sizes):
     verdicts, others = judge(model_cases(**sizes))
     assert verdicts["WRONG"] == 0, others
     assert verdicts["right"] >= 37, others  # of 39
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_rare_fault_is_named_or_left_open(megatron, seed):
+    verdicts, others = judge(rare_cases(seed))
+    assert verdicts["WRONG"] == 0, others
+    assert verdicts["right"] >= 36, others  # of 40
 
 
 @pytest.mark.parametrize("keep_ids", [True, False])

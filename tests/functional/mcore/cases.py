@@ -131,15 +131,15 @@ def in_backward() -> bool:
 
 
 @contextmanager
-def watched(chunks: list[Any]) -> Iterator[Watched]:
-    """Yield the routing maps that leave the routers, forwards and recomputes apart."""
+def watched(chunks: list[Any], *, mtp: bool = False) -> Iterator[Watched]:
+    """Yield the routing maps that leave the routers of decoders, or of MTP layers, forwards and recomputes apart."""
     seen: Watched = {"forward": defaultdict(list), "recompute": defaultdict(list)}
 
     @torch.compiler.disable
     def hook(module: Any, args: Any, output: tuple[Tensor, Tensor]) -> None:
         seen["recompute" if in_backward() else "forward"][module.layer_number].append(output[1].clone())
 
-    handles = [router.register_forward_hook(hook) for router in moe_routers(chunks)]
+    handles = [router.register_forward_hook(hook) for router in moe_routers(chunks, mtp=mtp)]
     try:
         yield seen
     finally:

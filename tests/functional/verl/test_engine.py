@@ -32,6 +32,11 @@ CASES = {
     "ep2-padded": Case(layout=ParallelSizes(ep_size=2), padded=True),
     "tp2-cp2-full": Case(layout=ParallelSizes(tp_size=2, cp_size=2), config=FULL),
     "tp2-cp2-padded": Case(layout=ParallelSizes(tp_size=2, cp_size=2), padded=True),
+    "multimodal-full": Case(multimodal=True, config=FULL),
+    "multimodal-padded-moe": Case(multimodal=True, padded=True, config=MOE),
+    "multimodal-pp2-full": Case(multimodal=True, layout=ParallelSizes(pp_size=2), config=FULL),
+    "multimodal-tp2-cp2-moe": Case(multimodal=True, layout=ParallelSizes(tp_size=2, cp_size=2), config=MOE),
+    "multimodal-cp2-padded": Case(multimodal=True, layout=ParallelSizes(cp_size=2), padded=True),
 }
 if not cases.HAS_BUCKETS:
     del CASES["single-bucket-moe"]

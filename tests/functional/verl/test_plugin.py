@@ -52,9 +52,8 @@ def test_a_verl_whose_engine_moved_goes_on_with_a_warning(fresh_process):
     assert "Not replayed." in fresh_process.stderr
 
 
-def test_a_vision_language_model_is_refused_by_name(workers_1):
-    with pytest.raises(WorkersError, match="cannot be exact with vision_config"):
-        workers_1.run(cases.chosen, "R3", {"vision_config": {}})
+def test_a_multimodal_model_replays(workers_1):
+    assert workers_1.run(cases.chosen, "R3", {"vision_config": {}}) == [True]
 
 
 def test_it_refuses_to_run_beside_verls_own_patch(workers_1):

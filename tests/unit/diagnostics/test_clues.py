@@ -122,7 +122,8 @@ def test_a_token_whose_rows_alone_differ_is_named():
     assert texts(diff, "token") == [
         "3 of the 3 rows with token 7 differ in layer 1, by 1 of 2 experts; of the other 397 rows 0 differ."
     ]
-    assert "rows with token 7 differ before any layer: its embedding." in diff.conclusion
+    words = "its embedding, the router of layer 1, or routes of these rows that were captured wrongly."
+    assert f"rows with token 7 differ before any layer: {words}" in diff.conclusion
     # A fourth row of that token agrees: less than nine tenths differ.
     assert texts(diff_of(a, b, token_ids=tokens_of(torch.tensor([13, 77, 150, 200]))), "token") == []
     # Nine of ten are nine tenths; the token 0 is one too.
@@ -174,7 +175,7 @@ def test_first_rows_that_agree_where_others_differ_are_stated(monkeypatch):
     )
     with monkeypatch.context() as patch:
         patch.setattr(
-            "megatron_router_replay.diagnostics.facts.MAX_ROWS", 350
+            "megatron_router_replay.diagnostics.window.MAX_ROWS", 350
         )  # rows 50 to 399, which begin in sample 1
         assert texts(diff_of(a, b), "first_rows") == [
             "the first rows of all 8 samples agree in every layer, and 33.33 % of the decisions of other rows differ."
@@ -231,3 +232,46 @@ def test_an_earlier_expert_was_used_by_far_more_of_these_rows_than_of_all(used, 
     b = a.clone()
     b[:43, 1, 1] = torch.tensor([3, 5, 14, 15]).repeat(11)[:43]
     assert bool(texts(diff_of(a, b), "earlier_expert")) is named
+
+
+@pytest.mark.parametrize(("experts", "facts"), [((3, 3, 3), 1), ((3, 4, 3), 2)])
+def test_layers_that_prefer_one_expert_are_one_fact(experts, facts):
+    a = routes_of()
+    b = a.clone()
+    for layer, expert in enumerate(experts):
+        b[EVERY_TENTH + layer, layer, 1] = expert
+    diff = diff_of(a, b)
+    stated = [fact for fact in diff.facts if fact.kind == "expert"]
+    assert [(fact.expert, fact.verb) for fact in stated] == [(3, "gained"), (4, "gained")][:facts]
+    if facts == 1:
+        assert texts(diff, "expert") == ["expert 3 of layers 1..3 was gained in 120 of 120 differing decisions."]
+        assert (
+            "ayers 1..3 of Tuesday prefer expert 3, which noise does not: that expert's bias or its row of the router "
+            in (diff.conclusion)
+        )
+
+
+def test_experts_of_many_layers_are_one_fact(monkeypatch):
+    monkeypatch.setattr("megatron_router_replay.diagnostics.clues._MOST_EXPERTS", 2)
+    a = routes_of()
+    b = a.clone()
+    for layer, expert in enumerate((3, 4, 5)):
+        b[EVERY_TENTH + layer, layer, 1] = expert
+    diff = diff_of(a, b)
+    assert texts(diff, "expert") == [
+        "an expert of each of layers 1..3 was gained or lost in 120 of 120 differing decisions: expert 3 of layer 1 was "
+        "gained, 4 of layer 2 was gained, ..."
+    ]
+    assert (
+        "ayers 1..3 of Tuesday prefer or avoid an expert of each, which noise does not: biases or rows of these "
+        in (diff.conclusion)
+    )
+
+
+def test_rows_of_a_token_that_hold_a_preferred_expert_are_no_fact_of_the_token():
+    a, b = changed(EVERY_TENTH, layer=0)
+    rare = EVERY_TENTH[:12]
+    assert [fact.kind for fact in diff_of(a, b, token_ids=tokens_of(rare)).facts] == ["expert"]
+    assert [
+        fact.kind for fact in diff_of(*changed(EVERY_TENTH[:11], layer=0), token_ids=tokens_of(EVERY_TENTH[:11])).facts
+    ] == ["token"]

@@ -11,7 +11,9 @@ from megatron_router_replay.diagnostics.fact import Fact
 from tests.unit.store.store_traces import make_trace
 
 ROUNDING = "rounding (another precision, kernel or layout)"
-FEW_PLACES = "different rows in a few places"
+CAPTURED = "or routes that were recorded or captured wrongly: the routes alone"
+WEIGHTS = "That fits weights, a config, positions, the attention's mask or its packing, a random mask, "
+SOME_PLACES = "different rows in some places"
 
 
 def diff_of(one, more=None, *, rows=10_000, explained=0, facts=(), topk=2, **values):
@@ -35,8 +37,8 @@ def diff_of(one, more=None, *, rows=10_000, explained=0, facts=(), topk=2, **val
     )
 
 
-def fact_of(kind, text="", layers=(1, 2, 3), decisions=0):
-    return Fact(kind=kind, text=text, layer_numbers=layers, rows=(0, 9), decisions=decisions)
+def fact_of(kind, layers=(1, 2, 3), decisions=0, rows=(0, 9), **values):
+    return Fact(kind=kind, text="", layer_numbers=layers, rows=rows, decisions=decisions, **values)
 
 
 @pytest.mark.parametrize(
@@ -66,10 +68,14 @@ def test_where_differences_begin(by_layer, words):
 @pytest.mark.parametrize(
     ("one", "more", "words", "not_words"),
     [
-        (160, 40, ROUNDING, FEW_PLACES),
-        (159, 41, FEW_PLACES, ROUNDING),
-        (201, 0, "That fits weights, a config, positions, the attention's mask or its packing, or a random mask", ROUNDING),
-        (120, 81, "That fits weights, a config, positions, the attention's mask or its packing, or a random mask", ROUNDING),
+        (160, 40, ROUNDING, SOME_PLACES),
+        (159, 41, SOME_PLACES, ROUNDING),
+        (160, 40, WEIGHTS + ROUNDING, SOME_PLACES),
+        (201, 0, WEIGHTS + CAPTURED, ROUNDING),
+        (120, 81, WEIGHTS + CAPTURED, ROUNDING),
+        (100, 101, WEIGHTS + SOME_PLACES + ", " + CAPTURED, ROUNDING),
+        (80, 20, f"That fits {ROUNDING}, weights or a config that differ a little, positions, ", SOME_PLACES),
+        (81, 20, "That fits weights, a config, ", "That fits rounding"),
     ],
 )  # fmt: skip
 def test_causes_before_the_lowest_layer(one, more, words, not_words):
@@ -79,15 +85,28 @@ def test_causes_before_the_lowest_layer(one, more, words, not_words):
 
 
 @pytest.mark.parametrize(
-    ("one", "more", "kernel"), [(160, 40, True), (159, 41, False), (201, 0, False), (200, 0, True), (100, 101, False)]
+    ("one", "more", "first", "last"),
+    [
+        (80, 20, True, False),
+        (79, 21, False, False),
+        (101, 0, False, True),
+        (160, 40, False, True),
+        (159, 41, False, False),
+        (201, 0, False, False),
+        (200, 0, False, True),
+        (100, 0, True, False),
+        (100, 101, False, False),
+    ],
 )
-def test_causes_between_two_layers(one, more, kernel):
+def test_causes_between_two_layers(one, more, first, last):
     text = conclude(diff_of((0, one, one), (0, more, more), rows=1000))
-    assert ("another precision or kernel, " in text) is kernel
-    assert (
-        "weights or a config of the experts of layer 1 or of their scores, of the norms, the attention or the rou"
-        in text
+    weights = (
+        "weights or a config of the experts of layer 1 or of their scores, of the norms, the attention or the router of "
+        "layer 2; a random mask or noise there; "
     )
+    kernel = "another precision or kernel; "
+    fits = f"{kernel * first}{weights}{kernel * last}or routes that were recorded or captured wrongly from there on."
+    assert text.endswith(f" That fits {fits}")
     assert "by one expert, and none in the layers below" in text
 
 
@@ -121,25 +140,30 @@ def test_what_matches_leave_has_a_conclusion_of_its_own_from_a_tenth_on(rest, ex
 
 
 @pytest.mark.parametrize(
-    ("words", "conclusion"),
+    ("later", "conclusion"),
     [
-        (", and later layers agree (", "the experts of layer 1 have different ids and compute the same"),
         (
-            ", and later layers differ (",
+            "agree",
+            "the experts of layer 1 have different ids and compute the same: a different order in the checkpoint, or ids "
+            "that were recorded otherwise, as physical ones; a replay needs the same ids.",
+        ),
+        (
+            "differ",
             "layer 1 has its experts or its router's rows in a different order, and not both",
         ),
         (
             "",
-            "experts have different ids: physical ids in place of logical ones, or a different order in the checkpoint.",
+            "experts have different ids: physical ids in place of logical ones, ids that were recorded wrongly, a different "
+            "order in the checkpoint, or rows of a router that moved without its experts.",
         ),
     ],
 )
-def test_experts_under_different_ids(words, conclusion):
-    fact = fact_of("names", f"rows name each expert by its id plus 8, in layer 1{words}", layers=(1,), decisions=900)
+def test_experts_under_different_ids(later, conclusion):
+    fact = fact_of("names", layers=(1,), decisions=900, later_layers=later)
     text = conclude(diff_of((0, 900, 900), explained=900, facts=[fact]))
     assert conclusion in text
     # Later layers that differ follow from the ids.
-    assert ("leave 1,800 of the 2,700" in text) is ("differ (" not in words)
+    assert ("leave 1,800 of the 2,700" in text) is (later != "differ")
 
 
 def test_samples_with_different_tokens():
@@ -158,7 +182,8 @@ def test_samples_with_different_tokens():
     ("rows", "layers", "words", "not_words"),
     [
         (899, (1, 2, 3), "899 rows are as unlike as unrelated ones: ", "in every layer"),
-        (900, (1, 2, 3), "rows are as unlike as unrelated ones in every layer: different weights, step or request; ", "899"),
+        (900, (1, 2, 3), "rows are as unlike as unrelated ones in every layer: different weights, step or request, rows in "
+         "a different order, or routes that were recorded or captured wrongly; ", "899"),
         (900, (1, 2), "something between the embedding and layer 1", "as unlike"),
         (800, (2, 3), "something between the embedding and layer 1", "as unlike"),
     ],

@@ -299,6 +299,7 @@ def exchange_one_expert(a, by_layer):
     return a._with(topk_indices=routes.to(torch.uint8))
 
 
+CAPTURED = "routes that were recorded or captured wrongly"
 OPEN = "the routes alone do not say which; compare the weights first"
 ROUNDING = (
     "That fits rounding (another precision, kernel or layout), and as well weights or a config that differ a little: "
@@ -314,12 +315,16 @@ ROUNDING = (
         ((0.1, 0.1, 0.1, 0.1, 0.1), "something between the embedding and layer 2, or everywhere, differs: 100 of 1,000 rows "
          "differ in layer 2, 100.00 % of them by one expert; 10.00 % of decisions differ, all of them by one expert. That "
          "fits rounding (another precision, kernel or layout), weights or a config that differ a little, positions, the "
-         f"attention's mask or its packing, or a random mask: {OPEN}", "no place"),
-        ((0.5, 0.5, 0.5, 0.5, 0.5), "That fits weights, a config, positions, the attention's mask or its packing, or a "
-         f"random mask: {OPEN}", "rounding"),
+         f"attention's mask or its packing, a random mask, or {CAPTURED}: {OPEN}", "no place"),
+        ((0.15, 0.15, 0.15, 0.15, 0.15), "That fits weights, a config, positions, the attention's mask or its packing, a "
+         f"random mask, rounding (another precision, kernel or layout), or {CAPTURED}: {OPEN}", "fits rounding"),
+        ((0.5, 0.5, 0.5, 0.5, 0.5), "That fits weights, a config, positions, the attention's mask or its packing, a random "
+         f"mask, or {CAPTURED}: {OPEN}", "rounding"),
+        ((0.04, 0.08, 0.12, 0.15, 0.15), "That fits weights or a config that differ a little, and as well rounding (another "
+         f"precision, kernel or layout): {OPEN}", "something between"),
         ((0.0, 0.02, 0.04, 0.08, 0.1), "something between layer 2 and layer 3, or after every layer, differs: 20 of 1,000 "
          "rows differ in layer 3, 100.00 % of them by one expert, and none in the layers below; 4.80 % of decisions differ, "
-         "all of them by one expert. That fits another precision or kernel, weights or a config of the experts of "
+         "all of them by one expert. That fits another precision or kernel; weights or a config of the experts of "
          "layer 2 or of their scores", "no place"),
         ((0.01, 0.01, 0.01, 0.01, 0.1), "something between layer 5 and layer 6 differs: 100 of 1,000 rows differ in layer 6, "
          "100.00 % of them by one expert, and 1.00 % at most in the layers below", "no place"),
@@ -342,11 +347,8 @@ def test_where_differences_begin_and_the_causes_that_this_leaves(by_layer, words
 @pytest.mark.parametrize(
     ("share", "words"),
     [
-        (0.04, "That fits weights or a config that differ, a random mask, or different rows in a few places: "),
-        (
-            0.12,
-            "the attention's mask or its packing, a random mask, or different rows in a few places: ",
-        ),
+        (0.04, "That fits weights or a config that differ, a random mask, different rows in some places, or "),
+        (0.12, "the attention's mask or its packing, a random mask, different rows in some places, or "),
     ],
 )
 def test_whole_sets_that_flip_are_not_called_rounding(share, words):
@@ -355,7 +357,7 @@ def test_whole_sets_that_flip_are_not_called_rounding(share, words):
     diff = mrr.diff_traces(a, a._with(topk_indices=torch.where(flip, big_trace(seed=4).topk_indices, a.topk_indices)))
     assert ("no place stands out: " if share < 0.05 else "something between the embedding and ") in diff.conclusion
     assert "rounding" not in diff.conclusion
-    assert words + OPEN in diff.conclusion
+    assert f"{words}{CAPTURED}: {OPEN}" in diff.conclusion
 
 
 def test_weights_of_different_versions_come_first():

@@ -235,7 +235,7 @@ def test_swapped_layers_of_a_part_of_the_rows():
 
 
 def test_the_end_of_a_long_trace_is_searched_with_its_samples(monkeypatch):
-    monkeypatch.setattr("megatron_router_replay.diagnostics.facts.MAX_ROWS", 400)
+    monkeypatch.setattr("megatron_router_replay.diagnostics.window.MAX_ROWS", 400)
     a = routes_of(1400)
     b = a.clone()
     b[1010:1100], b[1110:1200] = unrelated(90, seed=9), unrelated(90, seed=8)
@@ -291,3 +291,116 @@ def test_experts_under_ids_in_no_order():
     order = torch.randperm(32, generator=torch.Generator().manual_seed(1)).to(a.dtype)
     text = "all 600 rows of b name each expert by a different id, in all layers: 1,800 of 1,800 decisions."
     assert facts_of(a, order[a.long()]) == [("names", text)]
+
+
+def renamed(routes, **names):
+    """Give experts of these routes other ids, as x3=5."""
+    b = routes.clone()
+    for expert, name in names.items():
+        b[routes == int(expert[1:])] = name
+    return b
+
+
+def test_two_ids_that_were_exchanged_are_named_with_what_follows():
+    a = routes_of(600)
+    b = a.clone()
+    b[:, 1] = renamed(a[:, 1], x3=5, x5=3)
+    text = "all 600 rows of b name expert 3 as 5 and 5 as 3, in layer 3, and later layers"
+    assert facts_of(a, b) == [("names", f"{text} agree (0.00 % of decisions differ): 600 of 600 decisions.")]
+    holds = ((a[:, 1] == 3).any(1) ^ (a[:, 1] == 5).any(1)).nonzero().flatten()
+    # Only rows with one of the two can follow: more than a tenth of them.
+    for follow, words in ((len(holds) // 10, "agree"), (len(holds) // 10 + 1, "differ")):
+        b[:, 2] = a[:, 2]
+        b[holds[:follow], 2, 0] += 16
+        (fact,) = (fact for fact in diff_of(a, b).facts if fact.kind == "names")
+        assert fact.later_layers == words
+        assert fact.text.startswith(f"{text} {words} (")
+
+
+def test_exchanged_ids_of_all_layers_are_one_fact_and_no_token():
+    a = routes_of(600)
+    b = renamed(a, x3=5, x5=3)
+    tokens = torch.where((a[:, 0] == 3).any(1), 7, 1000 + torch.arange(600))  # the router gives token 7 expert 3
+    diff = diff_of(a, b, token_ids=tokens.to(torch.int32))
+    assert [str(fact) for fact in diff.facts] == [
+        "all 600 rows of b name expert 3 as 5 and 5 as 3, in all layers: 1,800 of 1,800 decisions."
+    ]
+    assert int(diff.unexplained[:, :-1].sum()) == 0
+
+
+def test_an_id_that_is_stored_as_another_and_three_that_rotate():
+    a = routes_of(600)
+    has_5 = (a == 5).any(2, keepdim=True)
+    held = int((~((a == 3).any(2) & has_5.squeeze(2))).sum())
+    text = f"all 600 rows of b name expert 3 as 5, in all layers: {held:,} of 1,800 decisions."
+    assert facts_of(a, torch.where((a == 3) & ~has_5, 5, a)) == [("names", text)]
+    text = "all 600 rows of b name expert 3 as 7, 7 as 12 and 12 as 3, in all layers: 1,800 of 1,800 decisions."
+    assert facts_of(a, renamed(a, x3=7, x7=12, x12=3)) == [("names", text)]
+
+
+@pytest.mark.parametrize(("layers", "facts"), [(3, 3), (4, 1)])
+def test_different_ids_of_more_than_three_layers_are_one_fact(layers, facts):
+    a = routes_of(600, layers=layers)
+    b = torch.stack([renamed(a[:, i], **{f"x{i}": i + 8, f"x{i + 8}": i}) for i in range(layers)], dim=1)
+    texts = [text for _, text in facts_of(a, b)]
+    assert len(texts) == facts
+    if facts == 1:
+        assert texts == [
+            "all 600 rows of b name a few experts by different ids, not the same in each layer, in all layers: "
+            "2,400 of 2,400 decisions."
+        ]
+
+
+def test_ids_of_a_few_layers_and_rows_do_not_hide_each_other():
+    a = routes_of(600)
+    b = renamed(a, x3=5, x5=3)
+    b[500:550] = a[501:551]
+    (fact,) = (fact for fact in diff_of(a, b).facts if fact.kind == "names")
+    assert "name expert 3 as 5 and 5 as 3, in all layers" in fact.text
+
+
+@pytest.mark.parametrize(("kept", "named"), [(6, True), (7, False)])  # of 40
+def test_an_expert_with_a_different_id_has_it_in_nearly_all_of_its_rows(kept, named):
+    """Of twins, rounding exchanges a half."""
+    a = routes_of(600)
+    a[a == 5] = 20
+    rows = (a[:, 0] == 3).any(1).nonzero().flatten()[:40]
+    a[(a[:, 0] == 3).any(1), 0] = torch.tensor([6, 7], dtype=a.dtype)
+    a[rows, 0, 0], a[rows, 0, 1] = 3, 6
+    b = a.clone()
+    b[rows[kept:], 0, 0] = 5
+    assert [kind for kind, _ in facts_of(a, b) if kind == "names"] == ["names"] * named
+
+
+def test_rows_at_one_offset_are_one_fact():
+    a = routes_of(400)
+    b = a.clone()
+    for first in (10, 110, 310):
+        b[first : first + 60] = a[first - 2 : first + 58]
+    b[210:270, 0] = a[208:268, 0]  # in one layer
+    text = "240 rows of samples 0..3 of b match a's rows (2 rows earlier), in all layers: 600 of 600 decisions."
+    assert facts_of(a, b, sequence_lengths=(100,) * 4) == [("row", text)]
+
+
+def test_filler_at_the_begin_of_samples_is_one_repeated_route():
+    a = routes_of(400)
+    b = a.clone()
+    for sample in range(4):
+        b[100 * sample : 100 * sample + 12] = torch.tensor([30, 31], dtype=a.dtype)
+    text = "48 rows of samples 0..3 of b repeat one route, in all layers: 144 of 144 decisions."
+    assert facts_of(a, b, sequence_lengths=(100,) * 4) == [("constant", text)]
+    # Too few rows, or too few of those that differ, say nothing.
+    few = a.clone()
+    few[[*range(0, 12), *range(100, 102)]] = torch.tensor([30, 31], dtype=a.dtype)
+    few[102:109, :, 0] += 16
+    assert facts_of(a, few, sequence_lengths=(100,) * 4) == []
+
+
+def test_a_route_that_a_router_prefers_is_not_filler():
+    """All differing decisions gained expert 3, most of them beside expert 6."""
+    a = routes_of(400)
+    rows = torch.arange(0, 300, 5)
+    a[rows, 0] = torch.tensor([[6, 7 + i % 9] for i in range(60)], dtype=a.dtype)
+    b = a.clone()
+    b[rows, 0, 1] = 3
+    assert [kind for kind, _ in facts_of(a, b, sequence_lengths=(100,) * 4)] == ["expert"]

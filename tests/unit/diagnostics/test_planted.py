@@ -189,7 +189,7 @@ def test_layers_under_other_numbers_match_those_of_a_also_where_a_has_no_such_nu
 
 
 def test_of_a_long_trace_the_rows_that_differ_most_are_searched(monkeypatch):
-    monkeypatch.setattr("megatron_router_replay.diagnostics.facts.MAX_ROWS", 400)
+    monkeypatch.setattr("megatron_router_replay.diagnostics.window.MAX_ROWS", 400)
     pair = noisy_pair(0.02, 4, 32)
     pair.b[sample(1)] = pair.b[sample(8)]  # rows 70 to 165; rows 312 to 711 are searched
     pair.b[STARTS[4] + 1 : STARTS[5]] = pair.b[STARTS[4] : STARTS[5] - 1].clone()
@@ -200,7 +200,7 @@ def test_of_a_long_trace_the_rows_that_differ_most_are_searched(monkeypatch):
 
 
 def test_of_a_trace_that_is_read_in_blocks_the_rows_that_differ_most_are_searched(monkeypatch):
-    monkeypatch.setattr("megatron_router_replay.diagnostics.facts.MAX_ROWS", 400)
+    monkeypatch.setattr("megatron_router_replay.diagnostics.window.MAX_ROWS", 400)
     monkeypatch.setattr("megatron_router_replay.diagnostics.counting._BLOCK_ROWS", 100)
     monkeypatch.setattr("megatron_router_replay.diagnostics.source.BLOCK_BYTES", 1)
     monkeypatch.setattr("megatron_router_replay.diagnostics.source._BLOCK_ROWS", 200)
@@ -213,7 +213,7 @@ def test_of_a_trace_that_is_read_in_blocks_the_rows_that_differ_most_are_searche
 
 
 def test_near_ties_of_top_2_hide_no_rows_that_differ_more(monkeypatch):
-    monkeypatch.setattr("megatron_router_replay.diagnostics.facts.MAX_ROWS", 400)
+    monkeypatch.setattr("megatron_router_replay.diagnostics.window.MAX_ROWS", 400)
     monkeypatch.setattr("megatron_router_replay.diagnostics.counting._BLOCK_ROWS", 100)
     pair = noisy_pair(0.0, 2, 32)
     first, second = pair.a[100:200].unbind(2)
@@ -227,7 +227,7 @@ def test_near_ties_of_top_2_hide_no_rows_that_differ_more(monkeypatch):
 
 
 def test_samples_of_a_long_trace_that_changed_places_are_found_where_they_are(monkeypatch):
-    monkeypatch.setattr("megatron_router_replay.diagnostics.facts.MAX_ROWS", 950)
+    monkeypatch.setattr("megatron_router_replay.diagnostics.window.MAX_ROWS", 950)
     pair = noisy_pair(0.02, 4, 32)
     pair.b[sample(5)], pair.b[sample(8)] = pair.b[sample(8)].clone(), pair.b[sample(5)].clone()
     (fact,) = pair.diff().facts  # rows 37 to 986 are searched

@@ -27,7 +27,7 @@ def comparing(*, experts=32, topk=4, rank=0, sharing=(0, 1, 0), trace=None):
     made.chunk = SimpleNamespace(
         index=0, module=torch.nn.Identity(), replayed_routers=range(LAYERS), row_sharing=sharing
     )
-    made.next_layer(made.chunk)
+    made.next_layer(made.chunk, has_replayed_rows=True)
     return made
 
 
@@ -130,7 +130,7 @@ def test_random_routes_agree_by_0(experts, topk):
 
 def test_a_router_that_uses_all_experts_is_not_compared():
     compared = comparing(experts=4, topk=4)
-    assert compared.next_layer(compared.chunk) is None
+    assert compared.next_layer(compared.chunk, has_replayed_rows=True) is None
     assert compared.report().to_dict() == {}
 
 
@@ -376,6 +376,18 @@ def test_every_session_asks_one_layer_a_micro_batch_and_all_in_the_first_of_a_ch
     assert rows_by_layer(chunk, 2) == {3: 7, 1: 7}, "the next session goes on with the next layer"
     assert rows_by_layer(chunk, 1, ask_every_layer=True) == {1: 7, 2: 7, 3: 7}
     assert rows_by_layer(chunk, 1, min_agreement=0) is None
+
+
+def test_padding_alone_does_not_use_up_the_micro_batch_that_compares_all_layers():
+    """A data-parallel rank may begin with a dummy; in the next session, one layer of a micro-batch is compared."""
+    chunk = Chunk()
+    dummy = torch.full_like(ROWS, -1)
+    for all_rows, expected in (([dummy, ROWS], {1: 8, 2: 8, 3: 8}), ([ROWS], {2: 8})):
+        with mrr.replay(chunk, random_trace(8)) as session:
+            for rows in all_rows:
+                session.microbatch(rows, padding=rows < 0)
+                chunk(tokens())
+        assert {layer: unit.rows for layer, unit in session.report.agreement.layers.items()} == expected
 
 
 def recorded(chunk, number):

@@ -235,15 +235,16 @@ def test_a_forward_that_fails_at_any_operation_is_repeated_exactly_and_counted_o
 
 def test_what_was_refused_or_failed_is_counted_nowhere():
     chunk, rows = Chunk(), torch.tensor([[0, 1, 2, 3], [0, 1, 2, -1]])
-    with mrr.replay(chunk, random_trace(8)) as session:
-        with pytest.raises(LayoutError, match="MRR101"):
+    ids = tokens()[:1].repeat(2, 1)
+    with mrr.replay(chunk, random_trace(8, token_ids=tokens().reshape(-1))) as session:
+        with pytest.raises(LayoutError, match="MRR203"):
             session.microbatch(rows, token_ids=tokens())
         session.microbatch(rows)
         chunk.fail_at = 1
         with pytest.raises(ArithmeticError):
-            chunk(tokens())
+            chunk(ids)
         session.microbatch(rows)
-        chunk(tokens())
+        chunk(ids)
     assert session.report.rows_repeated == 3
     of_both = {"token_ids": [1, 2, 3, 4] * 2, "sequence_lengths": [4, 4]}
     routes = random_trace(4).topk_indices.repeat(2, 1, 1)

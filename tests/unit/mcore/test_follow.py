@@ -236,10 +236,11 @@ def test_the_longest_reading_is_counted_as_ambiguous_where_a_shorter_sample_ends
         rows = [3, 4, 5, 6, -1][: len(tokens)]
         assert check(alike(LONGER), [tokens], [rows], **options).segments_ambiguous == 1
     assert check(alike(LONGER), [[5, 6, 7]], [[0, 1, 2]]).segments_ambiguous == 0
+    prompt = list(range(1, 18))
     with pytest.raises(
-        LayoutError, match=r"MRR208: .* sample 1 and sample 0 of the trace begin with the same 3 tokens"
+        LayoutError, match=r"MRR208: .* sample 1 and sample 0 of the trace begin with the same 17 tokens"
     ):
-        check(trace_of(LONGER), [[5, 6, 7, 0]], [], **DECLARED)
+        check(trace_of([prompt, [*prompt, 0, 9]]), [[*prompt, 0]], [], **DECLARED)
 
 
 def test_a_shorter_sample_is_another_reading_only_where_equal_tokens_end_the_sequence() -> None:

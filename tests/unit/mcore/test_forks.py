@@ -45,8 +45,9 @@ def enabled(request, manager):
     manager.enabled = request.param
 
 
-@pytest.mark.parametrize("scores", SCORES)
-@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize(
+    ("around", "scores"), [*((around, "softmax") for around in AROUND), *(("reentrant", scores) for scores in SCORES)]
+)
 def test_a_replay_is_exact_in_forwards_and_recomputes(around, scores, manager, enabled):
     chunk, trace = Chunk(**SCORES[scores]), random_trace(8)
     chunk.around = AROUND[around]
@@ -144,6 +145,37 @@ def test_a_message_about_a_router_of_an_mtp_layer_says_so(manager):
     with pytest.raises(ReplayStateError, match="MRR417: MTP layer 1: its own RouterReplay is being driven"):
         mrr.freeze_recompute(chunk)
     router.router_replay.clear_router_replay_action()
+
+
+def test_the_drop_in_is_refused_where_no_router_asks_it(monkeypatch):
+    miles_fork.install(monkeypatch, "miles-main", miles_fork.Manager())
+    with pytest.raises(UnsupportedRouterError, match=r"MRR402: install\(\) has no effect in miles' Megatron-LM"):
+        mrr.mcore.install()
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_the_drop_in_replays_unless_the_manager_is_asked_first(enabled, monkeypatch):
+    manager = miles_fork.Manager()
+    miles_fork.install(monkeypatch, "miles-main-20260819", manager)
+    manager.enabled, chunk, trace = enabled, Chunk(), random_trace(8)
+    mrr.mcore.install()
+    mrr.mcore.uninstall()
+    replays = [mrr.mcore.RouterReplay() for _ in chunk.routers]
+    for router, replay in zip(chunk.routers, replays):
+        router.router_replay = replay
+        replay.set_target_indices(trace.layer(router.layer_number)[ROWS.t().reshape(-1)])
+        replay.set_router_replay_action(mrr.mcore.RouterReplayAction.REPLAY_FORWARD)
+    try:
+        with watched(chunk) as seen:
+            if enabled:
+                with pytest.raises(ReplayStateError, match="MRR414: layer 1 chose experts without a request"):
+                    forward(chunk)
+            else:
+                forward(chunk)
+                assert wrong_replays(seen, trace) == 0
+    finally:
+        for replay in replays:
+            replay.clear_router_replay_action()
 
 
 def test_sessions_verify_what_the_fork_routes(manager):

@@ -13,6 +13,7 @@ from megatron_router_replay import together
 from megatron_router_replay.errors import TraceError
 from megatron_router_replay.mcore.sessions import gathering
 from megatron_router_replay.trace import RoutingTrace
+from megatron_router_replay.trace.join import PartJoiner
 from megatron_router_replay.trace.merge import merge_traces
 from tests.unit.mcore.tiny_chunk import ROWS, Chunk, tokens
 
@@ -25,8 +26,9 @@ class Threads:
     def __init__(self, num_ranks):
         self.num_ranks, self.sent = num_ranks, [0] * num_ranks
         self._here, self._barrier, self._slot = threading.local(), threading.Barrier(num_ranks), {}
+        self.num_messages, self.most_under_way = 0, 0
 
-    def run(self, monkeypatch, parts, replicas=None):
+    def run(self, monkeypatch, parts, replicas=None, catch=()):
         stand_in = SimpleNamespace(
             get_world_size=lambda *_: self.num_ranks,
             get_rank=lambda *_: self._here.rank,
@@ -40,7 +42,10 @@ class Threads:
 
         def one(rank):
             self._here.rank = rank
-            return gathering.gather_trace(parts[rank], None, replicas and replicas[rank])[0]
+            try:
+                return gathering.gather_trace(parts[rank], None, replicas and replicas[rank])[0]
+            except catch as error:
+                return error
 
         with ThreadPoolExecutor(self.num_ranks) as pool:
             return list(pool.map(one, range(self.num_ranks)))
@@ -51,14 +56,24 @@ class Threads:
         values[:] = [self._slot[rank] for rank in range(self.num_ranks)]
         self._barrier.wait(60)
 
-    def _broadcast(self, message, src, group):
+    def _broadcast(self, message, src, group, async_op):
+        """Deliver the message when it is waited for, and no sooner."""
+        assert async_op
+        number = self._here.begun = getattr(self._here, "begun", -1) + 1
+        under_way = self._here.under_way = getattr(self._here, "under_way", 0) + 1
         if src == self._here.rank:
-            self._slot["message"], self.sent[src] = message, self.sent[src] + message.nbytes
+            self._slot["message", number], self.sent[src] = message.clone(), self.sent[src] + message.nbytes
+            message.zero_()
+            self.num_messages += 1
+            self.most_under_way = max(self.most_under_way, under_way)
         self._barrier.wait(60)
-        assert message.shape == self._slot["message"].shape
-        if src != self._here.rank:
-            message.copy_(self._slot["message"])
-        self._barrier.wait(60)
+        assert message.shape == self._slot["message", number].shape
+
+        def wait():
+            message.copy_(self._slot["message", number])
+            self._here.under_way -= 1
+
+        return SimpleNamespace(wait=wait)
 
 
 def parts_of(num_ranks, num_tokens):
@@ -82,8 +97,8 @@ def parts_of(num_ranks, num_tokens):
     return parts
 
 
-@pytest.mark.parametrize("piece_bytes", [1 << 20, 50])
-def test_every_rank_gets_the_merged_trace_and_sends_its_routed_rows_alone(monkeypatch, piece_bytes):
+@pytest.mark.parametrize(("piece_bytes", "num_messages"), [(1 << 20, 8), (50, 83)])
+def test_every_rank_gets_the_merged_trace_and_sends_its_routed_rows_alone(monkeypatch, piece_bytes, num_messages):
     monkeypatch.setattr(gathering, "_PIECE_BYTES", piece_bytes)
     parts, threads = parts_of(8, 64), Threads(8)
     expected = merge_traces(parts, allow_gaps=True)
@@ -95,6 +110,9 @@ def test_every_rank_gets_the_merged_trace_and_sends_its_routed_rows_alone(monkey
         rows = int((part.replay_mask if part.token_ids is None else part.replay_mask | (part.token_ids != -1)).sum())
         # Two layers of top-2, a mask byte, four bytes of a token id, and four of the row's number.
         assert sent == rows * (4 + 1 + 4 * (part.token_ids is not None) + 4)
+    # A message has all fields of its rows, and those of different ranks are under way together. Of 50 bytes, it has 5 rows
+    # without a token id, or 3 with one: 35 and 32 rows of 9 bytes are 7 + 7, 35 and 33 of 13 bytes are 3 * (12 + 11).
+    assert (threads.num_messages, threads.most_under_way) == (num_messages, 8)
 
 
 @pytest.mark.parametrize("other", [{"num_experts": 17}, {"topk": 3}])
@@ -232,3 +250,18 @@ def test_ranks_that_differ_raise_on_all_of_them(monkeypatch, rank, name, row, me
     parts[rank] = parts[rank]._with(**{name: values})
     with pytest.raises(TraceError, match=message):
         Threads(8).run(monkeypatch, parts)
+
+
+def test_a_rank_that_finds_no_memory_while_it_joins_still_sends_its_rows_and_all_ranks_raise(monkeypatch):
+    monkeypatch.setattr(gathering, "_PIECE_BYTES", 50)
+    parts, threads, add = parts_of(4, 64), Threads(4), PartJoiner.add
+
+    def fail_on_rank_2(joiner, name, *arguments):
+        if threads._here.rank == 2 and name == "rank 1":
+            raise MemoryError("injected")
+        add(joiner, name, *arguments)
+
+    monkeypatch.setattr(PartJoiner, "add", fail_on_rank_2)
+    errors = threads.run(monkeypatch, parts, catch=Exception)
+    told = "MRR422: cannot gather, because ranks [2] have no part: MemoryError: injected"
+    assert list(map(str, errors)) == [told, told, "injected", told]

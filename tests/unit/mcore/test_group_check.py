@@ -1,8 +1,11 @@
 """Ranks of a replay are judged together at its end, and no rank waits for one that failed."""
 
 import gc
+import json
+import random
 import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
@@ -14,14 +17,18 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import megatron_router_replay as mrr
+from megatron_router_replay.checks import _warned
 from megatron_router_replay.mcore.core.hooks import sources_of
 from megatron_router_replay.mcore.judge.group_check import (
     GroupCheck,
     GroupResult,
     RankSummary,
+    _compact,
+    _result,
     judge_replay,
     stages_with_other_rows,
 )
+from megatron_router_replay.mcore.judge.verdict import Finding, Sums, judge
 from tests.unit.mcore.tiny_chunk import ROWS, Chunk, random_trace, tokens
 
 
@@ -77,6 +84,27 @@ def test_what_ranks_tell_is_judged_together(ranks, least, problem):
     assert problem is None or problems[0].startswith(problem)
 
 
+IDLE = [
+    # Numbers of the ranks 2, 3, ... of a group -> those with routers that ran no forward, where others did.
+    ([N(), N(4)], [2]),
+    ([N(4), N(), N(0, 3), N()], [3, 5]),
+    ([N(), N()], None),
+    ([N(4), N(0, 0, 8)], None),  # a dummy of padding is a forward
+    ([N(4), N()._replace(chunks=0)], None),  # a stage without routers
+    ([N(4, min_replayed=0), N(min_replayed=0)], None),  # a step may have no micro-batch
+]
+
+
+@pytest.mark.parametrize(("ranks", "idle"), IDLE)
+def test_a_rank_that_ran_no_forward_where_others_did_is_named(ranks, idle):
+    told = {2 + rank: each for rank, each in enumerate(ranks)}
+    warnings = _result(told).warnings
+    assert list(warnings) == ["a rank without a forward"] * bool(idle)
+    if idle:
+        text = warnings["a rank without a forward"]
+        assert text.startswith(f"ranks {idle} have routers and ran no forward inside their session, ranks ")
+
+
 def test_a_step_without_a_micro_batch_is_told_how_to_allow_that():
     (problem,) = judge_replay({0: N()}, None)
     assert problem.endswith("For a step that may have no micro-batch, pass min_replayed=0.")
@@ -92,7 +120,15 @@ def test_an_engine_gives_no_route_to_the_last_token_where_every_row_must_have_on
 
 @pytest.mark.parametrize(("wrong_routes", "counts"), [("raise", (1, 0)), ("warn", (0, 1))])
 def test_wrong_routes_raise_or_warn(wrong_routes, counts):
-    agreement = {"replica": 0, "layers": {}, "findings": [[72.0, "rows"]], "parts": [], "trace": "", "wrong_rows": []}
+    agreement = {
+        "replica": 0,
+        "layers": {},
+        "findings": [[72.0, "rows"]],
+        "parts": [],
+        "layout": [],
+        "trace": "",
+        "wrong_rows": [],
+    }
     told = N(8, agreement=agreement)._replace(options=[None, 0.25, wrong_routes])
     result = GroupCheck(None).finish(told)
     assert (len(result.problems), len(result.warnings)) == counts
@@ -269,9 +305,32 @@ def without_the_other():
     return message
 
 
+def trained_after_its_session():
+    """Rank 1 closes its session first, and trains then."""
+    chunk = Chunk()
+    session = mrr.replay(chunk, random_trace(8))
+    if dist.get_rank() == 0:
+        session.microbatch(ROWS)
+        chunk(tokens())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        _warned.discard("a rank without a forward")
+        session.close()
+    chunk(tokens())
+    return [str(each.message) for each in told]
+
+
+def test_a_rank_that_trains_after_its_session_is_warned_of_on_all_ranks(on_ranks):
+    for told in on_ranks(2, trained_after_its_session):
+        assert [text.partition(".")[0] for text in told] == [
+            "ranks [1] have routers and ran no forward inside their session, ranks [0] did"
+        ]
+
+
 def test_a_rank_that_never_comes_is_named_as_a_reason(on_ranks):
     message, _ = on_ranks(2, without_the_other)
     assert "rank 0 waited 0:00:01 at the end of its session for the 2 ranks of its group" in message
+    assert "Open the session on every rank that trains; give group= only where ranks hold different models." in message
     assert "rank 0, chunk 0, micro-batch 1, layer 1: rows were given, but no forward used them" in message
     assert on_ranks(2, step) == [8, 8]
 
@@ -373,3 +432,37 @@ def test_an_empty_recording_raises_as_an_empty_replay_does():
         recording.close()
     with mrr.record(chunk, padding_token_ids=[]):
         chunk(tokens())
+
+
+def agreement_of(rank, *findings, layers=58):
+    """What a rank of 1,024 has after it compared all layers; eight tensor-parallel places."""
+    numbers = random.Random(rank)
+    sums = {
+        number: Sums(float(numbers.randrange(10_000)), *(numbers.random() * 30_000 for _ in range(4)))
+        for number in range(1, layers + 1)
+    }
+    return {
+        "replica": rank % 8,
+        "layers": sums,
+        "findings": [Finding(evidence, f"rank {rank}: {evidence}") for evidence in findings],
+        "parts": [],
+        "rows_apart": 3,
+        "layout": [],
+        "trace": "1048576 12345",
+        "wrong_rows": [],
+    }
+
+
+@pytest.mark.parametrize("evidence", [71.9, 72.0, 80.5])
+def test_a_rank_publishes_what_is_judged_and_no_more(evidence):
+    """Of 58 layers, less than 3 kB; the ranks that read it come to the same verdict."""
+    everyone = [agreement_of(rank, 3.5, 70.0, evidence, 12.0 if rank else 72.5) for rank in range(16)]
+    published = [json.loads(json.dumps(_compact(summary(agreement=each)).agreement)) for each in everyone]
+    for least in (0.01, 0.25, 0.9):
+        assert judge(published, least) == judge(everyone, least)
+    assert bool(judge(published, 1e-9).problems)
+    assert max(len(each["findings"]) for each in published) == 1
+    texts = [json.dumps(_compact(summary(agreement=each)), separators=(",", ":")) for each in everyone]
+    assert max(map(len, texts)) < 3_000
+    assert _compact(None) is None
+    assert _compact(summary()) == summary()

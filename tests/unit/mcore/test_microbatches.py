@@ -153,11 +153,55 @@ def test_a_row_of_minus_one_is_routed_live_and_so_is_padding_which_is_counted_ap
     assert (numbers["router_replay/padding_share"], numbers["router_replay/replayed_share"]) == (0.25, 1.0)
 
 
-def test_rows_that_are_named_twice_are_counted_and_warned_of(caplog):
-    with caplog.at_level("WARNING"):
-        _, report = replayed(Chunk(), random_trace(8), torch.tensor([[0, 1, 2, 3], [0, 1, 2, -1]]))
+TWICE = torch.tensor([[0, 1, 2, 3], [0, 1, 2, -1]])
+"""A sample that a batch has twice, or rows that restart in each sample."""
+
+
+class OfEmbeddings(Chunk):
+    """Its forward gets no ids."""
+
+    def forward(self, decoder_input):
+        for layer in self.layers:
+            decoder_input = layer(decoder_input)
+        return decoder_input
+
+
+def test_rows_that_are_named_twice_are_counted_and_warned_of_if_their_tokens_are_compared(caplog):
+    trace, ids = random_trace(8, token_ids=IDS.reshape(-1)), IDS[:1].repeat(2, 1)
+    for chunk, inputs, values in (
+        (Chunk(), ids, {}),
+        (OfEmbeddings(), torch.ones(4, 2, HIDDEN), {"token_ids": ids}),
+    ):
+        with caplog.at_level("WARNING"):
+            _, report = replayed(chunk, trace, TWICE, inputs, **values)
+        assert report.rows_repeated == 3
+        assert "3 rows were named twice" in caplog.text
+        caplog.clear()
+    with pytest.raises(LayoutError, match=r"MRR203: .*input_ids\[1, 0\]"):
+        replayed(Chunk(), trace, TWICE, IDS)
+
+
+def test_rows_that_are_named_twice_raise_if_no_token_can_be_compared():
+    ids = IDS.reshape(-1)
+    message = "MRR202: rows by hand name 3 rows of the trace again .* restart in each sample.* no token ids to compare"
+    for tokens_of_trace in (None, torch.where(torch.arange(8) == 2, -1, ids)):
+        trace = random_trace(8, token_ids=tokens_of_trace)
+        refused(lambda chunk, trace=trace: mrr.replay(chunk, trace), TWICE, message)
+    # A pipeline stage without ids relies on the first one.
+    later = OfHiddenStates()
+    later.pre_process = False
+    _, report = replayed(later, random_trace(8, token_ids=ids), TWICE, None)
     assert report.rows_repeated == 3
-    assert "3 rows were named twice" in caplog.text
+    chunk, hidden = OfEmbeddings(), torch.ones(4, 2, HIDDEN)
+    with mrr.replay(chunk, random_trace(8, token_ids=ids), min_agreement=0) as session:
+        session.microbatch(TWICE)
+        with pytest.raises(
+            LayoutError, match=r"MRR202: .*micro-batch 0 of chunk 0 embeds no input_ids.*token_ids=\.\.\."
+        ):
+            chunk(hidden)
+        session.microbatch(ROWS)  # of the forward that raised, nothing is left
+        chunk(hidden)
+    assert session.report.rows_repeated == 0
 
 
 # ---- tokens: of the rows by hand, of the trace, of the forward

@@ -199,7 +199,9 @@ class Program:
         return next((session for session in reversed(self.sessions) if session._microbatches), None)
 
     def give(self, session: Any, input_ids: Tensor) -> Tensor:
-        rows = torch.tensor([self.random.randrange(-1, ROWS) for _ in range(input_ids.numel())]).view(input_ids.shape)
+        # Each once, because no token could be compared; some have none.
+        drawn = self.random.sample([*range(ROWS), *[-1] * 4], input_ids.numel())
+        rows = torch.tensor(drawn).view(input_ids.shape)
         if session.kind == "record":
             rows = torch.full(input_ids.shape, -1)  # the same row twice would rightly be refused
         session.microbatch(rows)

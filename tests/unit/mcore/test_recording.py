@@ -1,15 +1,20 @@
 """What a recording says of its rows: of two virtual stages, rows that came twice, not at all; and traces that do not fit."""
 
+import sys
+
 import pytest
 import torch
 
 import megatron_router_replay as mrr
+from benchmarks.measure import peak_above
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
 from megatron_router_replay.mcore.core.hooks import sources_of
 from tests.unit.mcore.tiny_chunk import (
     EXPERTS,
     HIDDEN,
     ROWS,
+    TOPK,
+    VOCAB,
     Chunk,
     as_map,
     disturb,
@@ -243,3 +248,68 @@ def test_rows_are_for_all_forwards_of_a_recording_or_for_none(first):
         if first == "none":
             recording.microbatch(ROWS + 8)
         chunk(tokens())
+
+
+# Many rows
+
+
+def large_recording(chunk, num_forwards, num_rows):
+    """A recording as of forwards of many packed tokens; the experts of each row are a function of its number."""
+    with mrr.record(chunk, padding_token_ids=[]) as recording:
+        chunk(tokens())
+    kept = recording._recorded._recorded[0]
+    (of_tokens,) = kept
+    rows = torch.arange(num_rows)
+    routes = ((rows[:, None, None] + torch.arange(len(chunk.layers))[:, None] + torch.arange(TOPK)) % EXPERTS).byte()
+    each = of_tokens._replace(
+        rows=rows, routes=routes, token_ids=rows.int() % VOCAB, lengths=torch.tensor([num_rows - 7, 7])
+    )
+    kept[:] = [each] * num_forwards
+    return recording, routes
+
+
+def test_rows_in_any_order_and_with_padding_between_are_placed_whole():
+    recording, routes = large_recording(Chunk(), 2, 100)
+    (first, second), kept = recording._recorded._recorded[0], recording._recorded._recorded[0]
+    order = torch.randperm(100)
+    padded = torch.where(order < 90, order, -1)
+    kept[:] = [first._replace(rows=padded, routes=routes[order], token_ids=first.token_ids[order]), second]
+    trace = recording.trace()
+    assert trace.replay_mask.tolist() == [True] * 90 + [False] * 10 + [True] * 100
+    assert torch.equal(trace.topk_indices[trace.replay_mask], torch.cat([routes[:90], routes]))
+    assert trace.sequence_lengths == (93, 7, 93, 7)
+
+
+@pytest.mark.parametrize("in_one_forward", [False, True])
+def test_rows_that_came_twice_among_others_are_compared_as_sets(in_one_forward):
+    recording, routes = large_recording(Chunk(), 1, 100)
+    kept = recording._recorded._recorded[0]
+    rows, again = torch.arange(100), torch.tensor([97, 3])
+    twice = torch.cat([routes, routes[again].flip(2)])
+    if in_one_forward:
+        kept[:] = [kept[0]._replace(rows=torch.cat([rows, again]), routes=twice, token_ids=None, lengths=None)]
+    else:
+        values = [(rows, routes), (again, twice[100:])]
+        kept[:] = [kept[0]._replace(rows=r, routes=u, token_ids=None, lengths=None) for r, u in values]
+    assert torch.equal(recording.trace(num_tokens=100).topk_indices.sort(2).values, routes.sort(2).values)
+    kept[-1].routes[-1, 2] = torch.tensor([6, 7]).byte()  # row 3, layer 3: it has 5 and 6
+    with pytest.raises(TraceError, match="MRR422: row 3 was routed twice, to different experts"):
+        recording.trace(num_tokens=100)
+
+
+@pytest.mark.parametrize("fault", [[9, 1], [2, 2]])
+def test_a_trace_of_a_recording_is_checked(fault):
+    recording, routes = large_recording(Chunk(), 1, 100)
+    routes[40, 1] = torch.tensor(fault).byte()
+    with pytest.raises(TraceError, match=r"MRR103: row 40, layer 2 of topk_indices"):
+        recording.trace()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's counts of memory are Linux's")
+def test_a_trace_takes_the_memory_of_its_result_and_as_much_again_at_most():
+    recording, routes = large_recording(Chunk(48), 30, 4096)
+    trace = recording.trace()
+    result = trace.num_tokens * (48 * TOPK + 1 + 4)
+    assert torch.equal(trace.topk_indices[-4096:], routes)
+    del trace
+    assert result <= peak_above(recording.trace) <= 2 * result

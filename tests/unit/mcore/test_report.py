@@ -198,7 +198,7 @@ def test_counts_of_ranks_are_added_up_and_a_rank_that_did_not_measure_hides_noth
     for name, value in numbers.items():
         assert getattr(total, name) == value + {"rows_live": 5, "ranks": 1}.get(name, 0), name
     assert str(replace(one, routers=4, ranks=2, decisions={})).startswith(
-        "router replay: 4 routers on 2 ranks, 12 micro-batches"
+        "router replay: 4 routers on 2 ranks, 13 micro-batches"
     )
     assert list(total.flips_of_layer.items()) == [(1, 2), (2, 4)]
     assert (total.kind, total.decisions) == ("replay", {"verified": 8, "wrong": 3})

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import re
 import sys
 import types
@@ -25,6 +26,7 @@ from megatron_router_replay.mcore.model.upstream import (
 )
 from tests.unit.mcore.tiny_chunk import (
     AROUND,
+    KINDS,
     SCORES,
     STARTS,
     Chunk,
@@ -36,6 +38,7 @@ from tests.unit.mcore.tiny_chunk import (
     random_trace,
     reentrant,
     tokens,
+    transformer_engine,
     watched,
     wrong_replays,
 )
@@ -100,20 +103,53 @@ def test_somebody_who_takes_a_hook_away_from_a_driven_router_is_noticed(monkeypa
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"),
+    ("owner", "name", "full_name"),
     [
-        (torch_checkpoints, "_checkpoint_hook"),
-        (torch_checkpoints, "_recomputation_hook"),
-        (torch_checkpoints.CheckpointFunction, "forward"),
-        (megatron_checkpoints.CheckpointFunction, "forward"),
+        (torch_checkpoints, "_checkpoint_hook", r"torch\.utils\.checkpoint\._checkpoint_hook"),
+        (torch_checkpoints, "_recomputation_hook", "torch.*_recomputation_hook"),
+        (torch_checkpoints.CheckpointFunction, "forward", r"torch.*CheckpointFunction\.forward"),
+        (megatron_checkpoints.CheckpointFunction, "forward", r"megatron.*CheckpointFunction\.forward"),
+        (transformer_engine, "_checkpoint_hook", "transformer_engine.*_checkpoint_hook"),
+        (transformer_engine, "_recomputation_hook", "transformer_engine.*_recomputation_hook"),
+        (transformer_engine, "_CheckpointFunction", r"transformer_engine.*_CheckpointFunction\.forward"),
+        (transformer_engine._CheckpointFunction, "forward", r"transformer_engine.*_CheckpointFunction\.forward"),
     ],
 )
-def test_somebody_who_replaces_one_kind_of_checkpoint_is_noticed(monkeypatch, owner, name):
+def test_somebody_who_replaces_one_kind_of_checkpoint_is_noticed(monkeypatch, owner, name, full_name):
     with (
-        pytest.raises(ReplayStateError, match="a checkpoint of torch or Megatron-Core was replaced"),
+        pytest.raises(ReplayStateError, match=rf"MRR415: {full_name} was replaced during a session"),
         mrr.freeze_recompute(Chunk()),
     ):
         monkeypatch.setattr(owner, name, staticmethod(lambda *args, **kwargs: None))
+
+
+@pytest.mark.parametrize(
+    ("kind", "module", "names"),
+    [
+        ("reentrant", torch_checkpoints, ["CheckpointFunction"]),
+        ("non-reentrant", torch_checkpoints, ["_checkpoint_hook", "_recomputation_hook"]),
+        ("Transformer Engine's reentrant", transformer_engine, ["_CheckpointFunction"]),
+        ("by hooks", transformer_engine, ["_checkpoint_hook", "_recomputation_hook"]),
+    ],
+)
+def test_a_recompute_of_a_checkpoint_that_was_replaced_in_the_session_names_it(monkeypatch, kind, module, names):
+    """Its recompute finds no tape, and MRR412 would speak of an unknown kind of checkpoint."""
+    chunk = Chunk()
+    chunk.around = KINDS[kind][0]
+    message = rf"MRR415: {module.__name__}\.{names[0]}"
+    with pytest.raises(ReplayStateError, match=message), mrr.freeze_recompute(chunk):
+        for name in names:
+            put_original_back(monkeypatch, getattr(module, name), module, name)
+        disturbed_backward(chunk, forward(chunk))
+
+
+def put_original_back(monkeypatch, wrapped, module, name):
+    """Undo what `checkpoints.install` did to a hook, or to an autograd function's forward."""
+    if not issubclass(wrapped, torch.autograd.Function):
+        monkeypatch.setattr(module, name, wrapped.__mro__[1])
+        return
+    cells = inspect.getclosurevars(wrapped.forward).nonlocals
+    monkeypatch.setattr(wrapped, "forward", staticmethod(cells["forward"]))
 
 
 def test_a_package_whose_checkpoints_come_inside_a_session_replaces_none(monkeypatch):

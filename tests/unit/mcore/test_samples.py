@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import megatron_router_replay as mrr
-from megatron_router_replay.errors import LayoutError
+from megatron_router_replay.errors import LayoutError, TraceError
 from megatron_router_replay.layout.split import split_context_parallel
 from megatron_router_replay.mcore.batches.lookup import RowLookup
-from megatron_router_replay.mcore.batches.samples import Reading, SortedSamples, keys_of
+from megatron_router_replay.mcore.batches.samples import Reading, SortedSamples, keys_of, samples_of
 from megatron_router_replay.mcore.batches.segments import Segments
 from tests.unit.mcore.tiny_chunk import EXPERTS, random_routes
 
@@ -74,6 +74,15 @@ def test_of_samples_that_begin_alike_the_one_that_lacks_the_fewest_routes_is_use
     has_route = np.array([False, False, True, True, True, False])
     samples = SortedSamples(np.array([1, 2, 3, 1, 2, 4], dtype=np.int32), [3, 3], has_route)
     assert samples.read(0, keys_of([1, 2]), 2, 2).row == 3
+
+
+def test_samples_of_a_trace_that_changed_in_place_raise() -> None:
+    trace = trace_of([A, B])
+    assert samples_of(trace) is samples_of(trace)
+    assert trace.token_ids is not None
+    trace.token_ids[0] = 9
+    with pytest.raises(TraceError, match="MRR110: token_ids"):
+        samples_of(trace)
 
 
 def test_what_is_read_as_one_sample_alone_is_read_so_in_full() -> None:

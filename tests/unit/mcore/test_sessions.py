@@ -320,6 +320,23 @@ def test_a_freeze_warns_where_a_rebuilt_model_trains_in_place_of_its_own(around,
     assert warnings() == []
 
 
+def test_a_model_that_is_rebuilt_and_frozen_again_leaves_nothing_behind(lines):
+    for topk in (2, 2, 3, 2):
+        chunk = Chunk(moe_router_topk=topk)
+        mrr.freeze_recompute(chunk)
+        step(chunk)
+        del chunk
+        gc.collect()
+    # The third has other sizes, and the last one took the place of the first two.
+    assert [len({topk for _, topk, *_ in each.sizes}) for each in freeze_module._successors] == [1, 1]
+    assert [next(iter(each.sizes))[1] for each in freeze_module._successors] == [3, 2]
+    rebuilt = Chunk()
+    freeze = mrr.freeze_recompute(rebuilt)
+    step(rebuilt)
+    assert [each.frozen() is freeze._source for each in freeze_module._successors] == [False, True]
+    assert [text for level, text in lines() if level == "WARNING"] == []
+
+
 def test_a_freeze_warns_also_after_a_different_one_was_closed(lines):
     model, critic, rebuilt = Chunk(), Chunk(moe_router_topk=3), Chunk()
     with mrr.freeze_recompute(model) as freeze:

@@ -81,10 +81,19 @@ def test_without_sequence_parallelism_each_rank_routes_all_tokens():
 def test_rows_that_are_named_twice_are_counted_on_the_first_rank_alone(rank):
     """All of them get the rows of whole sequences."""
     chunk = chunk_of(rank)
-    with mrr.replay(chunk, random_trace(8), min_agreement=0) as session:
+    with mrr.replay(chunk, random_trace(8, token_ids=tokens().reshape(-1)), min_agreement=0) as session:
         session.microbatch(ROWS % 4)
-        chunk(tokens())
+        chunk(tokens()[:1].repeat(2, 1))
     assert session.report.rows_repeated == (0 if rank else 4)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rows_that_are_named_twice_raise_on_each_rank_without_tokens(rank):
+    with (
+        pytest.raises(LayoutError, match="MRR202: rows by hand name 4 rows"),
+        mrr.replay(chunk_of(rank), random_trace(8)) as session,
+    ):
+        session.microbatch(ROWS % 4)
 
 
 @pytest.mark.parametrize("starts", [lambda chunk: mrr.replay(chunk, random_trace(8), min_agreement=0), mrr.record])

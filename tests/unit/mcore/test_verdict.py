@@ -80,6 +80,34 @@ def test_twelve_kinds_of_rows_are_the_least_that_raise(num_wrong, raises):
     assert bool(judge([summary(findings=found.findings)], 0.25).problems) == raises
 
 
+@pytest.mark.parametrize(
+    ("most", "agreement", "says"),
+    [
+        (63, -0.2, ""),
+        (64, -0.2, "warns of layers 3: -20%"),
+        (64, 0.24, "warns of layers 3: 24%"),
+        (64, 0.26, ""),
+        (127, 0.4, ""),
+        (128, 0.4, "warns of layers 3: 40%"),
+        (128, -0.2, "raises"),
+    ],
+)
+def test_a_layer_with_few_decisions_warns_where_one_with_more_raises(most, agreement, says):
+    sums = Sums(100, agreement * most, most, agreement * most, most)
+    found = judge([summary(layers={3: sums, 2: Sums(100, 60, 60, 60, 60)})], 0.25)
+    assert found.warnings == [
+        "the live router agrees little with the replayed routes: layers " + says.removeprefix("warns of layers ")
+    ] * says.startswith("warns")
+    assert len(found.problems) == (says == "raises")
+
+
+def test_many_rows_of_a_kind_are_little_evidence():
+    """A thousand rows of one kind that disagree are those of a near-tie."""
+    assert Sums(1000, -100, 1000, -20, 127).judged is None
+    assert Sums(1000, 100, 1000, 60, 200).judged == 0.3
+    assert Sums(1000, 400, 1000, 60, 200).judged == 0.4
+
+
 @pytest.mark.parametrize(("num_wrong", "raises"), [(19, False), (20, True)])
 def test_twenty_single_rows_are_the_least_that_raise(num_wrong, raises):
     wrong = range(7, 4000, 200)[:num_wrong]  # 0.5 % of all rows

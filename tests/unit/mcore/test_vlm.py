@@ -382,7 +382,8 @@ def test_a_text_forward_whose_language_model_embeds_its_own_tokens_takes_these()
 def test_rows_by_hand_are_of_what_the_language_model_gets() -> None:
     model, trace = arranged(expand)(), trace_of([[5, I, 8]])
     with oracle(model) as calls, mrr.replay(model, trace, **DRAWN) as session:
-        session.microbatch(torch.tensor([[0, 1, 1, 1, 1, 1, 2]]), model)
+        rows, tokens = torch.tensor([[0, 1, 1, 1, 1, 1, 2]]), torch.tensor([[5, I, I, I, I, I, 8]])
+        session.microbatch(rows, model, token_ids=tokens)
         model(ids([5, I, 8]), 0)
     assert wrong(calls, trace, {0: [[0, 1, 1, 1, 1, 1, 2]]}) == 0
 

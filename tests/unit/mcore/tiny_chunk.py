@@ -177,11 +177,14 @@ def with_gradients(layer: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return forward
 
 
+TRANSFORMER_ENGINE = "transformer_engine.pytorch.distributed"
+
+
 class _CheckpointFrame:
     """State of Transformer Engine's non-reentrant checkpoint from its forward to its recompute."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
+    def __init__(self, recompute_fn: Callable[..., Any], get_rng_state_tracker: Any) -> None:
+        self.recompute_fn = recompute_fn
         self.count = 0
         self.recomputed: list[Tensor] = []
 
@@ -204,44 +207,78 @@ class _checkpoint_hook(saved_tensors_hooks):  # noqa: N801
         def unpack_hook(index: int) -> Tensor:
             if not frame.recomputed:
                 with transformer_engine._recomputation_hook(frame), torch.enable_grad():
-                    frame.function(*args, **kwargs)
+                    frame.recompute_fn(*args, **kwargs)
             return frame.recomputed[index]
 
         super().__init__(pack_hook, unpack_hook)
 
 
 class _CheckpointFunction(torch.autograd.Function):
-    """Transformer Engine's reentrant checkpoint, as far as its arguments go."""
+    """Transformer Engine's reentrant checkpoint, without random states, autocast and FP8."""
 
     @staticmethod
-    def forward(ctx: Any, run_function: Any, distribute_saved_activations: bool, *args: Tensor) -> Tensor:
-        ctx.run_function = run_function
+    def forward(
+        ctx: Any,
+        run_function: Any,
+        distribute_saved_activations: bool,
+        get_rng_state_tracker: Any,
+        tp_group: Any,
+        context_fn: Any,
+        kwargs: dict[str, Any],
+        *args: Tensor,
+    ) -> Tensor:
+        ctx.run_function, ctx.kwargs = run_function, kwargs
         ctx.save_for_backward(*args)
         with torch.no_grad():
-            return run_function(*args)
+            return run_function(*args, **kwargs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
         with torch.enable_grad():
-            torch.autograd.backward(ctx.run_function(*inputs), grad)
-        return (None, None, *(tensor.grad for tensor in inputs))
+            torch.autograd.backward(ctx.run_function(*inputs, **ctx.kwargs), grad)
+        return (*[None] * 6, *(tensor.grad for tensor in inputs))
 
 
-# The module under its own name, as it is where Transformer Engine is loaded.
-transformer_engine: Any = ModuleType("transformer_engine.pytorch.distributed")
-for _name in ("_CheckpointFrame", "_CheckpointFunction", "_checkpoint_hook", "_recomputation_hook"):
-    setattr(transformer_engine, _name, globals()[_name])
-sys.modules["transformer_engine.pytorch.distributed"] = transformer_engine
+def _te_checkpoint(
+    function: Any,
+    *args: Any,
+    use_reentrant: bool = True,
+    distribute_saved_activations: bool = False,
+    get_rng_state_tracker: Any = None,
+    tp_group: Any = None,
+    context_fn: Any = None,
+    **kwargs: Any,
+) -> Any:
+    if use_reentrant:
+        options = distribute_saved_activations, get_rng_state_tracker, tp_group, context_fn, kwargs
+        return transformer_engine._CheckpointFunction.apply(function, *options, *args)
+    with transformer_engine._checkpoint_hook(_CheckpointFrame(function, get_rng_state_tracker), args, kwargs):
+        return function(*args, **kwargs)
+
+
+def _loaded_transformer_engine() -> Any:
+    """Return its module of checkpoints, if the process has loaded it (see `support/soft_te.py`), or one of these names."""
+    if TRANSFORMER_ENGINE not in sys.modules:
+        module: Any = sys.modules.setdefault(TRANSFORMER_ENGINE, ModuleType(TRANSFORMER_ENGINE))
+        for name in ("_CheckpointFrame", "_CheckpointFunction", "_checkpoint_hook", "_recomputation_hook"):
+            setattr(module, name, globals()[name])
+        module.checkpoint = _te_checkpoint
+    return sys.modules[TRANSFORMER_ENGINE]
+
+
+transformer_engine = _loaded_transformer_engine()
 
 
 def by_hooks(layer: Callable[..., Tensor], *args: Any) -> Tensor:
-    with transformer_engine._checkpoint_hook(_CheckpointFrame(layer), args, {}):
-        return layer(*args)
+    """Transformer Engine's non-reentrant checkpoint."""
+    checkpointed: Tensor = transformer_engine.checkpoint(layer, *args, use_reentrant=False)
+    return checkpointed
 
 
 def transformer_engine_reentrant(layer: Callable[..., Tensor], *args: Any) -> Tensor:
-    return transformer_engine._CheckpointFunction.apply(layer, False, *args)
+    checkpointed: Tensor = transformer_engine.checkpoint(layer, *args)
+    return checkpointed
 
 
 def nested(outer: Around, inner: Around) -> Around:

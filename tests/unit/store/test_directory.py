@@ -5,9 +5,10 @@ import os
 import numpy as np
 import pytest
 import torch
+import xxhash
 
 from megatron_router_replay.errors import StoreError, TraceError
-from megatron_router_replay.store import TraceStore, load_trace, save_trace
+from megatron_router_replay.store import TraceStore, file, load_trace, save_trace
 from megatron_router_replay.trace import RoutingTrace
 from tests.unit.store.store_traces import assert_same, make_trace
 
@@ -102,3 +103,59 @@ def test_names_and_numbers_that_no_file_can_have_are_refused_and_nothing_is_writ
         TraceStore(tmp_path, run=run).save(make_trace(3), **{"rank": 0} | given)
     assert os.listdir(tmp_path) == []
     assert TraceStore(tmp_path, run="x" * 100).save(make_trace(), step=1).exists()
+
+
+def part_of(trace, first, stop):
+    """The part of a rank that routed rows first..stop - 1, and knows nothing of the others."""
+    known = torch.zeros(trace.num_tokens, dtype=torch.bool)
+    known[first:stop] = True
+    values = {
+        "token_ids": torch.where(known, trace.token_ids, -1),
+        "weight_version": torch.where(known, trace.weight_version, -1),
+    }
+    return trace._with(replay_mask=trace.replay_mask & known, **values)
+
+
+def test_a_part_is_saved_with_its_known_rows_alone_and_comes_back_as_it_was(tmp_path):
+    store = TraceStore(tmp_path, run="a")
+    per_token = {"token_ids": torch.arange(800) % 90, "weight_version": torch.arange(800) // 70}
+    trace = make_trace(800, sequence_lengths=[300, 500], **per_token)
+    paths = [store.save(part_of(trace, 100 * i, 100 * i + 100), step=1, rank=i) for i in range(8)]
+    for i, path in enumerate(paths):
+        part = part_of(trace, 100 * i, 100 * i + 100)
+        loaded = load_trace(path)
+        assert loaded == part
+        # Rows without a route have distinct ids, also those that were not saved.
+        RoutingTrace(
+            topk_indices=loaded.topk_indices, layer_numbers=loaded.layer_numbers, num_experts=loaded.num_experts
+        )
+        assert load_trace(path, samples=slice(1, 2), layer_numbers=[7]) == part[1].select_layers([7])
+    row_bytes = trace.topk_indices[0].nbytes + 1 + 4 + 4
+    sizes = [path.stat().st_size for path in paths]
+    assert max(sizes) < 100 * (row_bytes + 4) + 1200, "the rows, their numbers and a header"
+    assert store.load_step(1) == trace
+    whole = store.save(trace, step=2, rank=0)
+    assert whole.read_bytes() == save_trace(trace, tmp_path / "x").read_bytes()
+
+
+@pytest.mark.parametrize("rows", [[1, 1, 5], [5, 2, 1], [1, 2, 8], [-1, 2, 3]])
+def test_numbers_of_rows_that_no_part_can_have_raise(tmp_path, monkeypatch, rows):
+    store = TraceStore(tmp_path, run="a")
+    monkeypatch.setattr(file, "known_rows", lambda trace: torch.tensor([0, 1, 2]))
+    path = store.save(make_trace(8), step=1, rank=0)
+    content = path.read_bytes()
+    numbers = np.array([[0, 1, 2], rows], "<i4")
+    sums = [xxhash.xxh3_64_hexdigest(each.tobytes()).encode() for each in numbers]
+    path.write_bytes(content.replace(numbers[0].tobytes(), numbers[1].tobytes()).replace(*sums))
+    with pytest.raises(StoreError, match=r"MRR503: cannot load .* rows are no increasing numbers below 8"):
+        load_trace(path)
+
+
+def test_a_changed_number_of_a_row_raises(tmp_path):
+    path = TraceStore(tmp_path, run="a").save(
+        part_of(make_trace(80, token_ids=range(80), weight_version=0), 7, 11), step=1, rank=0
+    )
+    content = path.read_bytes()
+    path.write_bytes(content.replace(np.arange(7, 11, dtype="<i4").tobytes(), np.arange(8, 12, dtype="<i4").tobytes()))
+    with pytest.raises(StoreError, match=r"MRR503: cannot load .* the checksum of rows is wrong"):
+        load_trace(path)

@@ -7,9 +7,9 @@ import torch
 
 from megatron_router_replay import RoutingTrace
 from megatron_router_replay.errors import TraceError
-from megatron_router_replay.trace.header import TraceFormat
+from megatron_router_replay.trace.header import TraceFormat, views_of_bytes
 from megatron_router_replay.transport import TransportError, TransportTimes
-from megatron_router_replay.transport.gather import TraceRows, check_rows, views_of_bytes
+from megatron_router_replay.transport.gather import TraceRows, check_rows
 
 
 def _trace(num_tokens: int, *, first: int = 0, token_ids: bool = True) -> RoutingTrace:
