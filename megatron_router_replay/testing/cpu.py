@@ -7,7 +7,7 @@ calls run on the CPU; after it, every attribute is restored. In the order they a
 2. torch.cuda's devices, streams, events, random states and memory statistics become CPU ones (`cuda_stand_ins.py`).
 3. Factory functions, Tensor.to, Tensor.cuda and friends read device="cuda" as "cpu" and drop pin_memory. They are
    wrapped, because a TorchFunctionMode is off inside torch.autograd.backward, where recomputes run.
-4. Five places in Megatron-Core that assume CUDA or Transformer Engine are mended (`_megatron_patches`).
+4. Six places in Megatron-Core that assume CUDA or Transformer Engine are mended (`_megatron_patches`).
 """
 
 import contextlib
@@ -177,13 +177,18 @@ def _megatron_patches() -> list[Patch]:
     import megatron.core.models.gpt.gpt_model
     import megatron.core.pipeline_parallel.schedules  # noqa: F401
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
     missing = [name for name in _TRANSFORMER_ENGINE_SYMBOLS if not hasattr(moe_utils, name)]
+    # 0.16 calls isinstance with a name that stands for no class without Transformer Engine.
+    te_linear = getattr(multi_latent_attention, "TELinear", None)
+    no_class = [] if isinstance(te_linear, type) else [(multi_latent_attention, "TELinear", ())]
     return [
         *((moe_utils, name, None) for name in missing),
+        *no_class,
         (token_dispatcher, "maybe_move_tensor_to_cpu", _as_numpy_on_request),
         # A class attribute that the first dispatcher fills with a stream: it must not outlive the patches.
         (dispatcher, "cuda_dtoh_stream", None),

@@ -3,7 +3,13 @@
 Source: the model scripts of miles 31f1ca96 and slime 624b824a, and Megatron-Bridge 067f987d. Sizes are the tests' own.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
 
 MLA: dict[str, Any] = {
     "multi_latent_attention": True,
@@ -70,3 +76,25 @@ def routing_options(family: str) -> dict[str, Any]:
     """Return the fields of a family's config without those of its size."""
     sizes = ("moe_router_topk", "num_moe_experts", "num_layers", "moe_layer_freq", "hash_layers", "pattern")
     return {name: value for name, value in FAMILIES[family].items() if name not in sizes}
+
+
+class _Linear(torch.nn.Linear):
+    """Stands for Transformer Engine's linear layer."""
+
+    def __init__(self, size: int, output_size: int, *, bias: bool, **options: Any) -> None:
+        super().__init__(size, output_size, bias=bias)
+
+    def forward(self, hidden: Tensor) -> Any:
+        return super().forward(hidden), None
+
+
+@contextmanager
+def latent_projections() -> Iterator[None]:
+    """Let a latent MoE be built, whose projections Megatron-Core makes of Transformer Engine's linear layers alone."""
+    from megatron.core.transformer.moe import moe_layer
+
+    with (
+        mock.patch.object(moe_layer, "HAVE_TE", True),
+        mock.patch.object(moe_layer, "TELinear", _Linear, create=True),
+    ):
+        yield

@@ -48,6 +48,8 @@ def gradients(chunks: Sequence[Any]) -> dict[str, Tensor]:
     result: dict[str, Tensor] = {}
     sharing = {}
     for name, chunk, parameter in iterate_global_parameters(chunks):
+        if not parameter.is_floating_point():  # a table of tokens
+            continue
         # What no token reached has no gradient; its ranks must take part in the sums below all the same.
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
         if name in result:  # the embedding of an MTP layer in the first stage's last chunk

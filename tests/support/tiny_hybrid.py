@@ -1,4 +1,4 @@
-"""A tiny HybridModel of Megatron-Core 0.18 and later, of Mamba, attention and MoE layers as its pattern orders them."""
+"""A tiny HybridModel (MambaModel before 0.18) of Mamba, attention and MoE layers, as its pattern orders them."""
 
 from functools import partial
 from typing import Any
@@ -50,8 +50,6 @@ def build_tiny_hybrid(
     from megatron.core import parallel_state
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
     from megatron.core.tensor_parallel import ColumnParallelLinear
     from megatron.core.transformer.multi_token_prediction import (
@@ -81,37 +79,53 @@ def build_tiny_hybrid(
     mamba = MambaLayerSubmodules(
         norm=WrappedTorchNorm, mixer=ModuleSpec(module=CausalMean), mamba_bda=get_bias_dropout_add
     )
-    mtp_layer = ModuleSpec(
-        module=MultiTokenPredictionLayer,
-        submodules=MultiTokenPredictionLayerSubmodules(
+    mtp = {}
+    if "/" in pattern:
+        submodules = MultiTokenPredictionLayerSubmodules(
             enorm=WrappedTorchNorm,
             hnorm=WrappedTorchNorm,
             eh_proj=ColumnParallelLinear,
             mtp_model_layer=None,
             layer_norm=WrappedTorchNorm,
-        ),
-    )
+        )
+        layer = ModuleSpec(module=MultiTokenPredictionLayer, submodules=submodules)
+        mtp["mtp_block_spec"] = ModuleSpec(
+            module=MultiTokenPredictionBlock, submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[layer])
+        )
+    stack, stack_submodules, model_class, names = _hybrid_classes()
     spec = ModuleSpec(
-        module=HybridStack,
-        submodules=HybridStackSubmodules(
+        module=stack,
+        submodules=stack_submodules(
             mamba_layer=ModuleSpec(module=MambaLayer, submodules=mamba),
             attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
             moe_layer=ModuleSpec(module=TransformerLayer, submodules=experts),
-            mtp_block_spec=ModuleSpec(
-                module=MultiTokenPredictionBlock,
-                submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[mtp_layer]),
-            ),
+            **mtp,
         ),
     )
-    model = HybridModel(
+    model = model_class(
         config=config,
-        hybrid_stack_spec=spec,
         vocab_size=vocab_size,
         max_sequence_length=512,
-        hybrid_layer_pattern=pattern,
+        **dict(zip(names, (spec, pattern))),
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         position_embedding_type="rope",
     )
     load_global_parameters([model], partial(random_parameter, seed=seed))
     return [model]
+
+
+def _hybrid_classes() -> tuple[Any, Any, Any, tuple[str, str]]:
+    """Return the classes of the stack, its submodules and the model, and what the model calls stack and pattern."""
+    try:
+        from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+    except ModuleNotFoundError:  # before 0.18, where the last norm of a stack is always Transformer Engine's
+        from megatron.core.models.mamba import MambaModel
+        from megatron.core.ssm import mamba_block
+        from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+        mamba_block.TENorm = WrappedTorchNorm
+        names = ("mamba_stack_spec", "hybrid_override_pattern")
+        return mamba_block.MambaStack, mamba_block.MambaStackSubmodules, MambaModel, names
+    return HybridStack, HybridStackSubmodules, HybridModel, ("hybrid_stack_spec", "hybrid_layer_pattern")

@@ -22,7 +22,7 @@ def trainer(request, tmp_path):
 
 
 @pytest.fixture
-def chunks(request):
+def chunks(request, trainer):
     if miles_fork.IS_IMPORTED:
         pytest.skip("Megatron-Core is miles' own, whose routers need miles' own code: test_trainers.py runs it.")
     params = request.node.callspec.params if hasattr(request.node, "callspec") else {}

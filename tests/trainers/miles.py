@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import runpy
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from tests.trainers.slime import SERVICES, train
 from tests.trainers.sources import Source
 from tests.trainers.stand_ins import trainer_imports
 
-SOURCE = Source(name="miles", packages=("miles",))
+SOURCE = Source(name="miles", packages=("miles", "miles_plugins"))
 
 
 def rollout_data(seed: int) -> dict[str, Any]:
@@ -48,6 +49,10 @@ def step(
         from miles.backends.training_utils.parallel import set_parallel_state
         from miles.utils.replay_base import routing_replay_manager
 
+        if "pattern" in options:  # as miles' bridge of Nemotron-H does before it builds the model
+            plugin = runpy.run_path(str(Path(folder, "miles_plugins/megatron_bridge/nemotron_h.py")))
+            plugin["_install_nemotronh_hybrid_layer_shims"]()
+            plugin["_install_mamba_model_loss_mask_shim"]()
         chunks = small_model.build(layout, **options)
         arguments = slime.args(layout, **{"qkv_format": "thd", "allgather_cp": False, **flags})
         arguments.pipeline_model_parallel_size = layout.pp_size

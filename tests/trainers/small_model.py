@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 from megatron_router_replay.testing import ParallelSizes
+from tests.support.families import latent_projections
 from tests.support.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 from tests.support.tiny_hybrid import build_tiny_hybrid
 from tests.trainers.oracle import EXPERTS, LAYERS, TOPK, VOCAB
@@ -16,8 +18,14 @@ def build(layout: ParallelSizes, *, pattern: str | None = None, **options: Any) 
     Args:
         pattern: of the 4 layers of a HybridModel; see `build_tiny_hybrid`.
     """
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
     layout.initialize()
     options = {"variable_seq_lengths": layout.pp_size > 1, "moe_layer_freq": [0, 1, 1, 1], **options}
+    if not hasattr(TransformerConfig, "moe_enable_routing_replay") and "moe_enable_routing_replay" in options:
+        options["enable_routing_replay"] = options.pop(
+            "moe_enable_routing_replay"
+        )  # its name in the first builds of 0.16
     config = tiny_gpt_config(
         layout,
         num_layers=LAYERS,
@@ -25,10 +33,11 @@ def build(layout: ParallelSizes, *, pattern: str | None = None, **options: Any) 
         moe_router_topk=TOPK,
         **options,
     )
-    if pattern is None:
-        chunks = build_tiny_gpt(config, layout, vocab_size=VOCAB, small_attention=True)
-    else:
-        chunks = build_tiny_hybrid(config, layout, pattern, vocab_size=VOCAB, small_attention=True)
+    with latent_projections() if "moe_latent_size" in options else nullcontext():
+        if pattern is None:
+            chunks = build_tiny_gpt(config, layout, vocab_size=VOCAB, small_attention=True)
+        else:
+            chunks = build_tiny_hybrid(config, layout, pattern, vocab_size=VOCAB, small_attention=True)
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     ddp = DistributedDataParallelConfig(overlap_grad_reduce=False, use_distributed_optimizer=False)

@@ -68,7 +68,7 @@ def chunk_of(kind: Any) -> Chunk:
         config.inkling = SimpleNamespace(n_shared_experts=1)
         layer.router = kind(config=config, pg_collection=_groups())
         layer.router.weight.data = router.weight.data
-        layer.router.layer_number = router.layer_number
+        layer.router.set_layer_number(router.layer_number)
     return chunk
 
 

@@ -71,7 +71,7 @@ class Layer(nn.Module):
         self.router = TopKRouter(the_config, groups)
         self.router.weight.data = torch.randn(EXPERTS, HIDDEN, generator=generator)
         self.router.weight.data[:, -1] = 0  # the forward's number decides nothing
-        self.router.layer_number = layer_number
+        self.router.set_layer_number(layer_number)
         # Megatron-Core's own moves the weight to a GPU.
         self.router.gating = functools.partial(_gating, self.router)
         self.router_args: tuple[Any, ...] = ()  # a padding_mask
