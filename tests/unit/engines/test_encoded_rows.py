@@ -120,4 +120,4 @@ def test_a_reply_of_int32_takes_the_memory_of_its_trace_and_as_much_again_at_mos
     text, ids = int32_base64(rows), np.arange(len(rows) + 1)
     del rows
     result = len(ids) * (48 * 2 + 1 + 4)
-    assert result <= peak_above(lambda: engines.sglang.decode(text, model=model, token_ids=ids)) <= 2 * result
+    assert 0.9 * result <= peak_above(lambda: engines.sglang.decode(text, model=model, token_ids=ids)) <= 2 * result

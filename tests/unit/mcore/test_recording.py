@@ -312,4 +312,4 @@ def test_a_trace_takes_the_memory_of_its_result_and_as_much_again_at_most():
     result = trace.num_tokens * (48 * TOPK + 1 + 4)
     assert torch.equal(trace.topk_indices[-4096:], routes)
     del trace
-    assert result <= peak_above(recording.trace) <= 2 * result
+    assert 0.9 * result <= peak_above(recording.trace) <= 2 * result

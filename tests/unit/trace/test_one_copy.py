@@ -162,4 +162,4 @@ def test_from_samples_takes_the_memory_of_its_result_and_half_as_much_at_most(dt
     sizes = {"num_experts": 16, "layer_numbers": range(1, 49)}
     RoutingTrace.from_samples(tokens[:1], routes[:1], **sizes)
     result = 100 * 1023 * (48 * 2 + 4 + 1)
-    assert result <= peak_above(lambda: RoutingTrace.from_samples(tokens, routes, **sizes)) <= 1.5 * result
+    assert 0.9 * result <= peak_above(lambda: RoutingTrace.from_samples(tokens, routes, **sizes)) <= 1.5 * result
