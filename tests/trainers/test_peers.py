@@ -29,6 +29,7 @@ def come(sleeps, absent, timeout):
     before, error = store.timeout, None
     peers._met.clear()
     store.set_timeout(timedelta(seconds=timeout))
+    dist.barrier()  # on a busy machine a rank may begin later than the other one sleeps
     try:
         with mock.patch.object(peers, "PATIENCE", timedelta(seconds=0.2)):
             if dist.get_rank() == 1:

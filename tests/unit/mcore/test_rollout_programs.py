@@ -325,7 +325,11 @@ def undeclared_is_exact_or_advised(seed: int) -> str:
         except LayoutError as error:
             advice = re.search(r"padding_token_ids=\[([\d, ]+)\]", str(error))
             if advice is None:
-                raise
+                # A token in front of all sequences alike may be of a second chat template: it is not offered as padding.
+                if "no sample of the trace begins with token" not in str(error) or declared is not None:
+                    raise
+                declared = [program.padding]
+                continue
             declared = [int(token) for token in advice[1].split(",")]
         else:
             return "exact" if step == 0 else f"refused {step} times, then exact"
