@@ -49,7 +49,7 @@ def come(sleeps, absent, timeout):
 @pytest.mark.slow
 def test_a_late_rank_is_named_and_waited_for_and_one_that_never_comes_raises(on_ranks):
     assert on_ranks(2, come, 0, [], 30) == [([], None)] * 2
-    (lines, error), other = on_ranks(2, come, 1.0, [], 30)
+    (lines, error), other = on_ranks(2, come, 2.5, [], 30)  # a FileStore notices a time-out after a second
     assert (error, other) == (None, ([], None))
     (line,) = lines
     named = "rank 0 is at its first pass that replays, and ranks 1 are not. If they neither load"
