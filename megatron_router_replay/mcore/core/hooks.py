@@ -32,6 +32,7 @@ from weakref import WeakKeyDictionary
 import torch
 from megatron.core.transformer.moe import router as router_module
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
@@ -264,8 +265,13 @@ def _wraps_routing() -> bool:
 
 def check_routing() -> None:
     """Raise if routers no longer pass the hooks; runs of checkpoints and rows by hand ask no more, for they are many."""
-    if not _wraps_routing() and dispatch.held_routers:
+    if not _wraps_routing() and (dispatch.held_routers or _any_driven()):
         check_installed()
+
+
+def _any_driven() -> bool:
+    """Return whether a RouterReplay of ours has an action; a fused router without the hook would request nothing of it."""
+    return any(getattr(each, "is_driven", False) for each in RouterReplay.global_router_replay_instances)
 
 
 def is_installed() -> bool:

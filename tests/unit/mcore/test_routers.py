@@ -89,8 +89,12 @@ def routing_without_hooks(router, logits, *args, **kwargs):
 
 
 @pytest.mark.parametrize("name", ["routing", FUNCTION])
-def test_somebody_who_takes_a_hook_away_from_a_driven_router_is_noticed(monkeypatch, name):
+@pytest.mark.parametrize("fused", [False, True])
+def test_somebody_who_takes_a_hook_away_from_a_driven_router_is_noticed(monkeypatch, fused, name):
     chunk = Chunk()
+    if fused:  # it requests nothing of a RouterReplay: the checkpoint around it notices
+        chunk.around = reentrant
+        monkeypatch.setattr(chunk.routers[0].config, "moe_router_fusion", True)
     replay = chunk.routers[0].router_replay = mrr.mcore.RouterReplay()
     replay.set_router_replay_action(mrr.mcore.RouterReplayAction.RECORD)
     if name == "routing":
