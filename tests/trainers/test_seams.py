@@ -86,7 +86,10 @@ def test_the_check_of_a_checkout_says_whether_this_megatron_can_be_replayed(fork
         miles_fork.install(monkeypatch, fork)
     faults = seams.main(["miles", folder])
     *_, megatron, last = capsys.readouterr().out.splitlines()
-    says = {"unknown": "UNKNOWN   Megatron-Core .*MRR402.* a fork", "none": "not here  Megatron-Core .* miles's workers$"}
+    says = {
+        "unknown": "UNKNOWN   Megatron-Core .*MRR402.* a fork",
+        "none": "not here  Megatron-Core .* miles's workers$",
+    }
     assert re.match(says.get(fork, rf"as known  Megatron-Core {re.escape(megatron_core.__version__)} in /"), megatron)
     assert (faults, last) == (fork == "unknown", "6 of 6 as known")
 
