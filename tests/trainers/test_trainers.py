@@ -16,7 +16,7 @@ from megatron_router_replay.trainers import seams
 from tests.functional.mcore.cases import FULL
 from tests.support.families import routing_options
 from tests.support.workers import WorkersError
-from tests.trainers import miles, ms_swift, nemo_rl, roll, skyrl, slime
+from tests.trainers import miles, ms_swift, nemo_rl, roll, skyrl, slime, vlms
 from tests.trainers.oracle import asked, audited, check_replayed, tracked
 from tests.trainers.sources import Source, check_renames
 
@@ -147,6 +147,19 @@ def test_every_decision_of_a_recipes_model_is_the_rollouts(case, unedited, on_ra
         options = {name: value for name, value in options.items() if name not in FULL} | MOE | {"pattern": "MEEE"}
     ranks = on_ranks(layout.world_size, trainer.step, unedited(trainer), layout, options, flags)
     check_replayed(ranks, recomputes=True, mtp=mtp)
+
+
+VLMS = {
+    "slime cp2 full": (CP2, FULL, {}, vlms.of_slime),
+}
+"""Multimodal models with an image: trainer -> layout, recompute, flags, model."""
+
+
+@pytest.mark.parametrize("case", VLMS)
+def test_every_decision_of_a_multimodal_model_is_the_rollouts(case, unedited, on_ranks):
+    trainer, (layout, options, flags, vlm) = trainer_of(case), VLMS[case]
+    ranks = on_ranks(layout.world_size, trainer.step, unedited(trainer), layout, options | {"vlm": vlm}, flags)
+    check_replayed(ranks, recomputes=bool(options))
 
 
 @pytest.mark.parametrize(("trainer", "name"), list(zip(TRAINERS.values(), ["slime", "miles", "NeMo-RL", "SkyRL"])))
