@@ -52,7 +52,7 @@ def build(
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     ddp = DistributedDataParallelConfig(overlap_grad_reduce=False, use_distributed_optimizer=False)
-    return [DistributedDataParallel(config, ddp, chunk) for chunk in chunks]
+    return [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in chunks]
 
 
 def without_attention(chunks: list[Any]) -> None:

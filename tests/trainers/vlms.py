@@ -6,12 +6,14 @@ token of each rank's first sample stands for it, behind the token that begins an
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from tests.functional.mcore import real_vlms
 from tests.functional.mcore.real_vlms import VISION
+from tests.functional.mcore.small_vlm import arrange
 from tests.trainers import oracle
-from tests.trainers.stand_ins import Config
+from tests.trainers.stand_ins import Config, remove_stand_ins
 
 
 def special_tokens() -> dict[str, int]:
@@ -25,6 +27,27 @@ def special_tokens() -> dict[str, int]:
 def images() -> list[dict[str, Any] | None]:
     """Return what a processor makes of the images of each sample."""
     return [real_vlms.pixels([1]), *[None] * (oracle.NUM_SAMPLES - 1)]
+
+
+def import_megatron_bridge() -> Any:
+    """Return the module of Megatron-Bridge's Qwen3-VL, which a trainer may have imported as a stand-in."""
+    remove_stand_ins("megatron.bridge")
+    return real_vlms.import_megatron_bridge(os.environ[real_vlms.DIRS["Megatron-Bridge"]])
+
+
+def of_megatron_bridge(config: Any, layout: Any) -> list[Any]:
+    """Qwen3-VL of Megatron-Bridge, which packs its rows by attention_mask if it gets both."""
+    import_megatron_bridge()
+    root = os.environ[real_vlms.DIRS["Megatron-Bridge"]]
+    config.calculate_per_token_loss = layout.cp_size > 1
+    (chunk,) = real_vlms.megatron_bridge_model(root, layout, config, **special_tokens())
+    chunk.tokens_of_layers = _packed_inside
+    return [chunk]
+
+
+def _packed_inside(tokens: Any, mask: Any, packed: Any) -> Any:
+    """Return the tokens of the layers of a model that packs them by a mask."""
+    return tokens if mask is None or packed is None else arrange(tokens, mask, packed)
 
 
 def of_slime(config: Any, layout: Any) -> list[Any]:
