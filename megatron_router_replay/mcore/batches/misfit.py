@@ -75,11 +75,10 @@ def no_sample(
     is_constant = run == len(rest)
     argument = f"padding_token_ids={[*(declared or ()), token]}"
     if not reading.known:
-        # A token of a second chat template, declared as padding, would be accepted, with routes of other prefixes.
-        may_pad = not lengths_known and (run > 1 or (may_pad_left and runs_differ))
-        return _no_beginning(
-            names, rest, at, run, argument, lengths_known=lengths_known, may_pad_left=may_pad_left, may_pad=may_pad
-        )
+        # Of tokens in front of a sample, declared as padding, a second chat template would be accepted, with routes of other
+        # prefixes. In front of packed ones there is no padding, so there a sequence of one token alone may be.
+        may_pad = (run > 1 or runs_differ) if may_pad_left else (is_constant and not lengths_known)
+        return _no_beginning(names, rest, at, run, argument, may_pad=may_pad, may_pad_left=may_pad_left)
     sample = names.of(reading.row)
     if is_constant and not lengths_known and (reading.is_whole or run > 1):
         whose = "all tokens" if reading.is_whole else f"the first {reading.known} tokens"
@@ -133,20 +132,12 @@ def _advice(tokens: Any, rest: Any, declared: tuple[int, ...], *, may_pad_left: 
 
 
 def _no_beginning(
-    names: Names,
-    tokens: Any,
-    at: int,
-    run: int,
-    argument: str,
-    *,
-    lengths_known: bool,
-    may_pad_left: bool,
-    may_pad: bool,
+    names: Names, tokens: Any, at: int, run: int, argument: str, *, may_pad: bool, may_pad_left: bool
 ) -> Misfit:
     samples, token = names.samples, int(tokens[0])
     known = samples.num_known(keys_of(tokens[run:]))
     begins = known > 1 or (known and known == len(tokens) - run)
-    if not lengths_known and (run == len(tokens) > 1 or (run > 1 and begins and may_pad_left)):
+    if may_pad and (run == len(tokens) or (run > 1 and begins)):
         where = "fills it" if run == len(tokens) else f"stands {run} times in front of it"
         return Misfit(
             at,
@@ -155,12 +146,12 @@ def _no_beginning(
         )
     if begins:
         row = samples.read(0, keys_of(tokens[run : run + known]), known, known).row
-        padding = f" If it is padding, say {argument}." if may_pad and may_pad_left else ""
+        padding = f" If it is padding, {f'say {argument}' if may_pad else 'give the model padding_mask'}."
         return Misfit(
             at,
             f"MRR206: no sample of the trace begins with token {token}, but from the next one on it holds {names.of(row)}. "
             "Is it a BOS token that the engine did not have? Then give the engine the same token ids, or leave it out in "
-            f"training: routes with and without it differ.{padding}",
+            f"training: routes with and without it differ.{padding if may_pad_left else ''}",
         )
     if inside := _inside(samples, tokens, 0):
         return Misfit(at, _cut_on_the_left(names, inside))

@@ -307,6 +307,12 @@ RAISES: dict[str, tuple[Tokens, Tokens, dict[str, Any], str]] = {
         packed(0, 4, 9),
         r"MRR207: .*input_ids\[0, 7\], sequence 1: token 0 .*padding_token_ids=\[0\]",
     ),
+    "undeclared padding, one token that is a packed sequence": (
+        [A, B],
+        [[*A, *B, 0]],
+        packed(0, 4, 7, 8),
+        r"MRR207: .*input_ids\[0, 7\], sequence 2: token 0 fills it.* say padding_token_ids=\[0\]",
+    ),
     "two padding tokens around a sample": (
         [A, B],
         [[9, 9, *A, 0, 0]],
@@ -317,13 +323,19 @@ RAISES: dict[str, tuple[Tokens, Tokens, dict[str, Any], str]] = {
         [A, B],
         [[3, *A], [3, *A]],
         {},
-        r"MRR206: .*input_ids\[0, 0\], .*token 3, .*sample 0. Is it a BOS token.*without it differ\. \(1 more",
+        r"MRR206: .*input_ids\[0, 0\], .*sample 0. Is it a BOS token.*differ\. If it is padding, give .* padding_mask\. \(1",
     ),
     "a BOS token in front, packed": (
         [A, B],
         [[*A, 3, *B]],
         packed(0, 4, 8),
-        r"MRR206: .*input_ids\[0, 4\], sequence 1: .*token 3, .*sample 1. Is it a BOS token",
+        r"MRR206: .*input_ids\[0, 4\], sequence 1: .*token 3, .*sample 1. Is it a BOS token.*without it differ\.$",
+    ),
+    "two equal tokens in front of no sample, packed": (
+        [A, B],
+        [[3, 3, 9, 9]],
+        packed(0, 4) | {"options": {"padding_token_ids": [3]}},
+        r"MRR206: .*input_ids\[0, 0\], .*token 3, nor with what follows it.*`with session.paused\(\):`\.$",
     ),
     "another sample begins": (
         [A, B],
