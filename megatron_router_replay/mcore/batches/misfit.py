@@ -11,13 +11,13 @@ _CHANCE = 8
 
 
 PADDED_LEFT = (
-    "padding stands in front of sequences: if attention sees it (no attention_mask hides it), no token has its routes"
+    "padding is in front of sequences: if attention sees it (no attention_mask hides it), no token has its routes"
 )
 CUT = (
     "position_ids alone separate the sequences of a row: give the model packed_seq_params, or an attention_mask of blocks, "
     "unless attention separates them already"
 )
-"""What the layout of a session's forwards may have done to all routes; see `RowLookup.layout`."""
+"""How the layout of a session's forwards may have made all routes wrong; see `RowLookup.layout`."""
 
 
 class Misfit(NamedTuple):
@@ -25,7 +25,7 @@ class Misfit(NamedTuple):
 
     Args:
         at: the position in the segment that it is about.
-        text: the code, what was seen, and what to do.
+        text: the code, the fault, and the remedy.
     """
 
     at: int
@@ -67,7 +67,7 @@ def no_sample(
         declared: the tokens of padding; None: not declared.
         lengths_known: the number of tokens is known, so there is no padding.
         may_pad_left: padding may precede the sequence.
-        runs_differ: in front of the sequences of this forward, its first token stands in different numbers.
+        runs_differ: the sequences of this forward begin with different numbers of its first token.
     """
     samples, at = names.samples, reading.start + reading.known
     rest = tokens[at : at + reading.live]
@@ -76,7 +76,7 @@ def no_sample(
     argument = f"padding_token_ids={[*(declared or ()), token]}"
     if not reading.known:
         # Of tokens in front of a sample, declared as padding, a second chat template would be accepted, with routes of other
-        # prefixes. In front of packed ones there is no padding, so there a sequence of one token alone may be.
+        # prefixes. A packed sequence has no padding in front, but may be a single token of padding.
         may_pad = (run > 1 or runs_differ) if may_pad_left else (is_constant and not lengths_known)
         return _no_beginning(names, rest, at, run, argument, may_pad=may_pad, may_pad_left=may_pad_left)
     sample = names.of(reading.row)
@@ -84,7 +84,7 @@ def no_sample(
         whose = "all tokens" if reading.is_whole else f"the first {reading.known} tokens"
         return Misfit(
             at,
-            f"MRR207: token {token} stands {run} times to the end, behind {whose} of {sample}. If it is padding, say "
+            f"MRR207: token {token} comes {run} times at the end, after {whose} of {sample}. If it is padding, say "
             f"{argument}, or give the model padding_mask or unpadded cu_seqlens_q.",
         )
     padding = ""
@@ -97,12 +97,12 @@ def no_sample(
             following = names.of(samples.read(0, keys_of(rest[:known]), known, known).row)
             return Misfit(
                 at,
-                f"MRR206: it holds all {reading.known} tokens of {sample}, and {following} begins here: give the model "
-                f"packed_seq_params, whose cu_seqlens say where sequences begin.{padding}",
+                f"MRR206: it has all {reading.known} tokens of {sample}, and {following} begins here: give the model "
+                f"packed_seq_params with the cu_seqlens of its sequences.{padding}",
             )
         return Misfit(
             at,
-            f"MRR206: it holds all {reading.known} tokens of {sample}, and from position {reading.known} on (token {token}) "
+            f"MRR206: it has all {reading.known} tokens of {sample}, and from position {reading.known} on (token {token}) "
             f"more than one token that is no padding.{padding or ' If it is padding, give padding_mask.'}",
         )
     if reading.known <= _CHANCE and (inside := _inside(samples, tokens[reading.start :], reading.known)):
@@ -120,7 +120,7 @@ def _advice(tokens: Any, rest: Any, declared: tuple[int, ...], *, may_pad_left: 
 
     Args:
         tokens: of the sequence, [n].
-        rest: those behind its sample.
+        rest: those after its sample.
         may_pad_left: equal tokens in front may be padding, too.
     """
     ends = [int(tokens[0])] if may_pad_left and _run(tokens) > 1 else []
@@ -138,7 +138,7 @@ def _no_beginning(
     known = samples.num_known(keys_of(tokens[run:]))
     begins = known > 1 or (known and known == len(tokens) - run)
     if may_pad and (run == len(tokens) or (run > 1 and begins)):
-        where = "fills it" if run == len(tokens) else f"stands {run} times in front of it"
+        where = "fills it" if run == len(tokens) else f"comes {run} times in front of it"
         return Misfit(
             at,
             f"MRR207: token {token} {where}, and no sample of the trace begins so. If it is padding, say {argument}, or give "
@@ -149,7 +149,7 @@ def _no_beginning(
         padding = f" If it is padding, {f'say {argument}' if may_pad else 'give the model padding_mask'}."
         return Misfit(
             at,
-            f"MRR206: no sample of the trace begins with token {token}, but from the next one on it holds {names.of(row)}. "
+            f"MRR206: no sample of the trace begins with token {token}, but from the next one on it has {names.of(row)}. "
             "Is it a BOS token that the engine did not have? Then give the engine the same token ids, or leave it out in "
             f"training: routes with and without it differ.{padding if may_pad_left else ''}",
         )
@@ -164,7 +164,7 @@ def _no_beginning(
 
 
 def _inside(samples: SortedSamples, tokens: Any, known: int) -> tuple[int, int] | None:
-    """Return the (sample, position) whose tokens a sequence begins with, more than `known` of them; None: there is none."""
+    """Return the (sample, position) of the tokens that a sequence begins with, more than `known`; None: there is none."""
     size = min(len(tokens), 2 * _CHANCE)
     while size > max(1, known):
         if found := samples.find_inside(keys_of(tokens[:size])):
@@ -187,7 +187,7 @@ def two_starts(names: Names, reading: Reading) -> Misfit:
     return Misfit(
         reading.start + reading.known,
         f"MRR206: tokens before {names.of(reading.row)} may be padding or may belong to another sample of the trace, which "
-        "also has them. Give the model padding_mask, or unpadded cu_seqlens_q beside cu_seqlens_q_padded.",
+        "also has them. Give the model padding_mask, or both unpadded cu_seqlens_q and cu_seqlens_q_padded.",
     )
 
 

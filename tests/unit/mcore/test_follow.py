@@ -281,19 +281,19 @@ RAISES: dict[str, tuple[Tokens, Tokens, dict[str, Any], str]] = {
         [A, B],
         [A, [*B[:2], 0, 0]],
         {},
-        r"MRR207: .*input_ids\[1, 2\], sequence 1: token 0 stands 2 times .*the first 2 .* say padding_token_ids=\[0\]",
+        r"MRR207: .*input_ids\[1, 2\], sequence 1: token 0 comes 2 times .*the first 2 .* say padding_token_ids=\[0\]",
     ),
     "undeclared padding behind a whole sample": (
         [A, B],
         [[*A, 0], [*B, 0, 0]],
         {},
-        r"MRR207: .*input_ids\[1, 3\], sequence 1: token 0 stands 2 times .*all tokens .*padding_token_ids=\[0\]",
+        r"MRR207: .*input_ids\[1, 3\], sequence 1: token 0 comes 2 times .*all tokens .*padding_token_ids=\[0\]",
     ),
     "undeclared padding in front": (
         [A, B],
         [A, [9, 9, *B[:2]]],
         {},
-        r"MRR207: .*input_ids\[1, 0\], .*token 9 stands 2 times in front of it.* say padding_token_ids=\[9\]",
+        r"MRR207: .*input_ids\[1, 0\], .*token 9 comes 2 times in front of it.* say padding_token_ids=\[9\]",
     ),
     "undeclared padding, a row": (
         [A],
@@ -480,7 +480,7 @@ def test_one_token_in_front_is_offered_as_padding_where_runs_differ(tokens: Any,
 @pytest.mark.parametrize(
     ("layout", "fact"),
     [
-        ("left", "padding stands in front of sequences: if attention sees it"),
+        ("left", "padding is in front of sequences: if attention sees it"),
         ("right", ""),
         ("cut", "position_ids alone separate the sequences of a row: give the model packed_seq_params"),
     ],
@@ -499,7 +499,9 @@ def test_little_agreement_names_a_layout_that_attention_may_see(layout: str, fac
         with mrr.replay(chunk, trace, padding_token_ids=[0], ask_every_layer=True) as session:
             chunk(given, **arguments)
     assert (
-        (fact in str(raised.value)) if fact else not re.search("padding stands|position_ids alone", str(raised.value))
+        (fact in str(raised.value))
+        if fact
+        else not re.search("padding is in front|position_ids alone", str(raised.value))
     )
     assert fact in str(session.report)
 
