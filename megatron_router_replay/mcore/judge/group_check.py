@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 
 from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.mcore.judge.report import share_of
-from megatron_router_replay.mcore.judge.verdict import judge, published
+from megatron_router_replay.mcore.judge.verdict import group_verdict, published
 
 _LOG = logging.getLogger(__name__)
 
@@ -200,8 +200,8 @@ def _result(summaries: Mapping[int, RankSummary | None]) -> GroupResult:
     if options := next((each.options for each in everyone.values() if each.options), None):
         least_replayed, min_agreement, wrong_routes = options
         agreements = [each.agreement for each in everyone.values() if each.agreement]
-        wrong, little, wrong_rows = judge(agreements, min_agreement)
-        problems = judge_replay(everyone, least_replayed)
+        wrong, little, wrong_rows = group_verdict(agreements, min_agreement)
+        problems = replay_problems(everyone, least_replayed)
         if wrong_routes == "warn":
             little = wrong or little
         else:
@@ -209,7 +209,7 @@ def _result(summaries: Mapping[int, RankSummary | None]) -> GroupResult:
         if little:
             warnings["agreement"] = little[0]
     else:
-        problems = judge_recording(everyone)
+        problems = recording_problems(everyone)
     problems += stages_with_other_rows(everyone)
     if least_replayed != 0 and (text := ranks_without_forwards(everyone)):
         warnings["a rank without a forward"] = text
@@ -222,7 +222,7 @@ def _result(summaries: Mapping[int, RankSummary | None]) -> GroupResult:
     )
 
 
-def judge_recording(everyone: Mapping[int, RankSummary]) -> list[str]:
+def recording_problems(everyone: Mapping[int, RankSummary]) -> list[str]:
     """Return that no rank recorded anything, as a replay raises where nothing was replayed."""
     ranks = list(everyone.values())
     if not any(each.chunks for each in ranks) or any(
@@ -286,7 +286,7 @@ def stages_with_other_rows(everyone: Mapping[int, RankSummary]) -> list[str]:
     return problems[:4]
 
 
-def judge_replay(everyone: Mapping[int, RankSummary], least: float | None) -> list[str]:
+def replay_problems(everyone: Mapping[int, RankSummary], least: float | None) -> list[str]:
     """Return the problems of a replay over all ranks: one rank may rightly have no rows, or padding alone.
 
     Args:

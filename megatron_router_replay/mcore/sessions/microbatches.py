@@ -73,7 +73,7 @@ class Microbatches(ABC):
         """Check rows that were given by hand, and count them."""
 
     @abstractmethod
-    def find_rows(self, chunk: Chunk, inputs: ForwardInputs) -> RowInputs | None:
+    def locate_rows(self, chunk: Chunk, inputs: ForwardInputs) -> RowInputs | None:
         """Return the rows of a forward's tokens; None: they must be given by hand."""
 
     @abstractmethod
@@ -144,7 +144,7 @@ class Microbatches(ABC):
     def look_up_rows(self, chunk: Chunk, inputs: ForwardInputs) -> None:
         """Find the rows of a forward's tokens, unless rows were given by hand."""
         given = chunk.given
-        if (given is None or not given.is_by_hand) and (found := self.find_rows(chunk, inputs)) is not None:
+        if (given is None or not given.is_by_hand) and (found := self.locate_rows(chunk, inputs)) is not None:
             self._give(chunk, found, is_by_hand=False)
 
     def on_forward(self, chunk: Chunk, inputs: ForwardInputs) -> None:

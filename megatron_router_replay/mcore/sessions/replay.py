@@ -19,7 +19,7 @@ from megatron_router_replay.mcore.batches.inputs import ForwardInputs
 from megatron_router_replay.mcore.batches.lookup import RowLookup
 from megatron_router_replay.mcore.batches.microbatch import Microbatch
 from megatron_router_replay.mcore.batches.row_inputs import RowInputs, check_padding, check_range
-from megatron_router_replay.mcore.batches.segments import Partition
+from megatron_router_replay.mcore.batches.segments import CpPartition
 from megatron_router_replay.mcore.batches.upload import KeptLayer, LayerRoutes, take_rows
 from megatron_router_replay.mcore.core.call import RoutingCall, TopKRequest
 from megatron_router_replay.mcore.core.streams import to_host
@@ -63,7 +63,7 @@ class TraceRoutes(Microbatches):
         wrong_routes: WrongRoutes,
         ask_every_layer: bool,
         padding_token_ids: Sequence[int] | None,
-        cp_partition_mode: Partition | None,
+        cp_partition_mode: CpPartition | None,
     ) -> None:
         super().__init__(routers, chunks, group_check)
         self._trace = trace
@@ -98,11 +98,11 @@ class TraceRoutes(Microbatches):
             )
 
     # ---- rows into the trace
-    def find_rows(self, chunk: Chunk, inputs: ForwardInputs) -> RowInputs | None:
+    def locate_rows(self, chunk: Chunk, inputs: ForwardInputs) -> RowInputs | None:
         """Return the rows of a forward's tokens; None: the trace has no tokens to find them by."""
         if self._lookup is None:
             return None
-        return self._lookup.find(chunk.module, inputs, f"{chunk.where}, micro-batch {chunk.num_begun}")
+        return self._lookup.locate(chunk.module, inputs, f"{chunk.where}, micro-batch {chunk.num_begun}")
 
     def check_rows(self, chunk: Chunk, inputs: RowInputs) -> None:
         """Check rows that were given by hand, and count those that are repeated."""
@@ -247,7 +247,7 @@ def replay(
     trace: RoutingTrace | str | os.PathLike[str],
     *,
     padding_token_ids: Sequence[int] | None = None,
-    cp_partition_mode: Partition | None = None,
+    cp_partition_mode: CpPartition | None = None,
     verify: bool = False,
     min_replayed: float | None = None,
     min_agreement: float = 0.25,
