@@ -21,6 +21,7 @@ from megatron_router_replay.checks import warn
 from megatron_router_replay.errors import LayoutError, listed
 from megatron_router_replay.mcore.batches import misfit
 from megatron_router_replay.mcore.batches.equal_samples import unlike
+from megatron_router_replay.mcore.batches.forward_counts import ForwardCounts
 from megatron_router_replay.mcore.batches.inputs import (
     ForwardInputs,
     TokenReader,
@@ -123,7 +124,7 @@ class RowLookup:
             rows=read.of_rank(_placed(rows, positions, -1)),
             token_ids=read.of_rank(tokens) if positions is None else None,
             padding=read.of_rank(padding) if (padding := _placed_padding(padding, positions)) is not None else None,
-            num_ambiguous=sum(each.is_ambiguous for each in readings),
+            counts=ForwardCounts(segments_ambiguous=sum(each.is_ambiguous for each in readings)),
         )
 
     def _read(self, segments: Segments, tokens: Any, where: str) -> list[Reading]:

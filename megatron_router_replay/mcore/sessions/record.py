@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_router_replay.checks import with_checked_options
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
 from megatron_router_replay.mcore.batches.chunk import Chunk
+from megatron_router_replay.mcore.batches.forward_counts import ForwardCounts
 from megatron_router_replay.mcore.batches.inputs import ForwardInputs, TokenReader
 from megatron_router_replay.mcore.batches.lookup import number_tokens
 from megatron_router_replay.mcore.batches.microbatch import Microbatch, UsedExperts
@@ -111,7 +112,7 @@ class RecordedRoutes(Microbatches):
         return Microbatch(
             shape=chunk.router_shape(shape),
             batch_shape=shape,
-            counts={"rows": num_rows, "live": num_rows - num_padding, "padding": num_padding},
+            counts=ForwardCounts(microbatches=1, rows_live=num_rows - num_padding, rows_padding=num_padding),
             num_routers=len(chunk.replayed_routers),
             rows=router_rows,
             token_ids=inputs.token_ids,

@@ -18,12 +18,14 @@ from torch.distributed import distributed_c10d
 
 import megatron_router_replay as mrr
 from megatron_router_replay.checks import _warned
+from megatron_router_replay.mcore.batches.forward_counts import ForwardCounts
 from megatron_router_replay.mcore.core.hooks import sources_of
 from megatron_router_replay.mcore.judge.group_check import (
     GroupCheck,
     GroupResult,
     RankSummary,
-    _compact,
+    _published,
+    _read,
     _result,
     replay_problems,
     stages_with_other_rows,
@@ -33,8 +35,8 @@ from tests.unit.mcore.tiny_chunk import ROWS, Chunk, random_trace, tokens
 
 
 def summary(replayed=0, live=0, padding=0, *, min_replayed=None, min_agreement=0, **others):
-    rows = {"rows_replayed": replayed, "rows_live": live, "rows_padding": padding}
-    return RankSummary(chunks=1, options=[min_replayed, min_agreement, "raise"], **rows, **others)
+    counts = ForwardCounts(rows_replayed=replayed, rows_live=live, rows_padding=padding)
+    return RankSummary(chunks=1, options=[min_replayed, min_agreement, "raise"], counts=counts, **others)
 
 
 def test_the_summary_of_a_rank_is_this():
@@ -457,12 +459,13 @@ def agreement_of(rank, *anomalies, layers=58):
 def test_a_rank_publishes_what_is_judged_and_no_more(evidence):
     """Of 58 layers, less than 3 kB; the ranks that read it come to the same verdict."""
     everyone = [agreement_of(rank, 3.5, 70.0, evidence, 12.0 if rank else 72.5) for rank in range(16)]
-    published = [json.loads(json.dumps(_compact(summary(agreement=each)).agreement)) for each in everyone]
+    published = [json.loads(json.dumps(_published(summary(agreement=each)).agreement)) for each in everyone]
     for least in (0.01, 0.25, 0.9):
         assert group_verdict(published, least) == group_verdict(everyone, least)
     assert bool(group_verdict(published, 1e-9).problems)
     assert max(len(each["anomalies"]) for each in published) == 1
-    texts = [json.dumps(_compact(summary(agreement=each)), separators=(",", ":")) for each in everyone]
+    texts = [json.dumps(_published(summary(agreement=each)), separators=(",", ":")) for each in everyone]
     assert max(map(len, texts)) < 3_000
-    assert _compact(None) is None
-    assert _compact(summary()) == summary()
+    assert _published(None) is None
+    assert _read(json.loads(json.dumps(_published(None)))) is None
+    assert _read(json.loads(json.dumps(_published(summary(1, 2, 3))))) == summary(1, 2, 3)
