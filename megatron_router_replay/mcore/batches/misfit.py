@@ -167,7 +167,7 @@ def _inside(samples: SortedSamples, tokens: Any, known: int) -> tuple[int, int] 
     """Return the (sample, position) of the tokens that a sequence begins with, more than `known`; None: there is none."""
     size = min(len(tokens), 2 * _CHANCE)
     while size > max(1, known):
-        if found := samples.find_inside(keys_of(tokens[:size])):
+        if found := samples.locate_inside(keys_of(tokens[:size])):
             return found
         size -= 1
     return None
