@@ -207,6 +207,8 @@ def process(*, plants: bool = False) -> Iterator[None]:
     Args:
         plants: Megatron-Core's RouterReplay gets one wrong row.
     """
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
@@ -214,7 +216,7 @@ def process(*, plants: bool = False) -> Iterator[None]:
         stack.enter_context(mock.patch.dict(os.environ))
         stack.enter_context(torch._dynamo.config.patch(disable=True))
         # What trainers and their hooks replace.
-        for owner in (TopKRouter, RouterReplay):
+        for owner in (TopKRouter, RouterReplay, MultimodalRotaryEmbedding, rope_utils):
             stack.callback(_restore, owner, dict(vars(owner)))
         stack.callback(RouterReplay.global_router_replay_instances.clear)
         if plants:
@@ -228,7 +230,7 @@ def process(*, plants: bool = False) -> Iterator[None]:
 
 
 def _restore(owner: Any, before: dict[str, Any]) -> None:
-    """Give a class the attributes that it had before."""
+    """Give a class or a module the attributes that it had before."""
     for name, value in list(vars(owner).items()):
         if name not in before:
             delattr(owner, name)
