@@ -158,6 +158,8 @@ VLMS = {
     "nemo_rl packed full": (ONE, FULL, PACKED, vlms.of_megatron_bridge),
     "nemo_rl tp2 packed moe": (TP2, MOE, PACKED, vlms.of_megatron_bridge),
     "nemo_rl pp2 packed full": (PP2, FULL, PACKED, vlms.of_megatron_bridge),
+    "skyrl full": (ONE, FULL, {}, vlms.of_megatron_bridge),
+    "skyrl pp2 full": (PP2, FULL, {}, vlms.of_megatron_bridge),
     "ms_swift packed full": (ONE, FULL, PACKED, vlms.of_mcore_bridge),
     "ms_swift tp2 packed": (TP2, {}, PACKED, vlms.of_mcore_bridge),
     "ms_swift cp2 packed full": (CP2, FULL, PACKED, vlms.of_mcore_bridge),
