@@ -209,6 +209,7 @@ def process(*, plants: bool = False) -> Iterator[None]:
     """
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding
+    from megatron.core.transformer import attention
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
@@ -216,7 +217,7 @@ def process(*, plants: bool = False) -> Iterator[None]:
         stack.enter_context(mock.patch.dict(os.environ))
         stack.enter_context(torch._dynamo.config.patch(disable=True))
         # What trainers and their hooks replace.
-        for owner in (TopKRouter, RouterReplay, MultimodalRotaryEmbedding, rope_utils):
+        for owner in (TopKRouter, RouterReplay, MultimodalRotaryEmbedding, rope_utils, attention):
             stack.callback(_restore, owner, dict(vars(owner)))
         stack.callback(RouterReplay.global_router_replay_instances.clear)
         if plants:

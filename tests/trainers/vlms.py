@@ -69,7 +69,9 @@ def of_mcore_bridge(config: Any, layout: Any) -> list[Any]:
         module = sys.modules[f"mcore_bridge.{name}"] = ModuleType(f"mcore_bridge.{name}")
         vars(module).update(values)
     model = real_vlms.import_only(str(folder.parent), "mcore_bridge.model.mm_gpt_model")
-    ms_swift.own_function("patcher.py", "_patch_mrope", rope_utils=rope_utils, MultimodalRotaryEmbedding=type("", (), {}))()
+    ms_swift.own_function(
+        "patcher.py", "_patch_mrope", rope_utils=rope_utils, MultimodalRotaryEmbedding=type("", (), {})
+    )()
     image = special_tokens()["image_token_id"]
     fields = {
         "padded_vocab_size": oracle.VOCAB,
@@ -104,6 +106,36 @@ class _Visual(torch.nn.Module):
 
     def get_inputs_embeds(self, embedded: torch.Tensor, *, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
         return torch.where((input_ids == self.image).unsqueeze(-1), self.embedding, embedded)
+
+
+def of_roll(config: Any, layout: Any) -> list[Any]:
+    """Qwen3-VL of ROLL's mcore_adapter: a GPTModel that packs its own rows; its vision tower is transformers'."""
+    from mcore_adapter.models import model_factory
+    from mcore_adapter.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
+
+    model_factory.get_gpt_decoder_block_spec = lambda config, **_: real_vlms.layer_spec(config)
+    fields = {
+        "padded_vocab_size": oracle.VOCAB,
+        "max_sequence_length": 512,
+        "tie_embeddings_and_output_weights": False,
+        "position_embedding_type": "mrope",
+        "mrope_section": [4, 2, 2],
+        "rotary_percent": 1.0,
+        "rotary_base": 10000,
+        "rotary_scaling": False,
+        "rotary_scaling_factor": 8.0,
+        "transformer_impl": "local",
+        "use_cpu_initialization": True,
+        "init_model_with_meta_device": False,
+        "vision_config": VISION,
+        "merge_size": VISION["spatial_merge_size"],
+        "pixel_values_dim": VISION["in_channels"] * VISION["temporal_patch_size"] * VISION["patch_size"] ** 2,
+        **special_tokens(),
+    }
+    vars(config).update(fields)
+    chunk = Qwen3VLModel(config, vp_stage=0)
+    chunk.tokens_of_layers = _packed_inside
+    return [chunk]
 
 
 def _packed_inside(tokens: Any, mask: Any, packed: Any) -> Any:
