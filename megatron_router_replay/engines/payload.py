@@ -182,7 +182,7 @@ def _num_decoded(text: str) -> int:
     return len(text) // 4 * 3 - text[-2:].count("=")
 
 
-def parse_int32(raw: bytes | str, *, source: Source, num_columns: int, topk: int) -> Array | EncodedRows:
+def parse_routes(raw: bytes | str, *, source: Source, num_columns: int, topk: int) -> Array | EncodedRows:
     """Return raw little-endian int32 as [rows, num_columns, topk]; of bytes a read-only view, of base64 its `EncodedRows`.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,11 +13,14 @@ from tests.support.tiny_hybrid import build_tiny_hybrid
 from tests.trainers.oracle import EXPERTS, LAYERS, TOPK, VOCAB
 
 
-def build(layout: ParallelSizes, *, pattern: str | None = None, **options: Any) -> list[Any]:
+def build(
+    layout: ParallelSizes, *, pattern: str | None = None, vlm: Callable[..., list[Any]] | None = None, **options: Any
+) -> list[Any]:
     """Return this rank's chunks, in Megatron's DistributedDataParallel; layer 1 of 4 is dense.
 
     Args:
         pattern: of the 4 layers of a HybridModel; see `build_tiny_hybrid`.
+        vlm: of `vlms`, which returns the chunks of a multimodal model; gets the config and the layout.
     """
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -34,7 +38,9 @@ def build(layout: ParallelSizes, *, pattern: str | None = None, **options: Any) 
         **options,
     )
     with latent_projections() if "moe_latent_size" in options else nullcontext():
-        if pattern is None:
+        if vlm is not None:
+            chunks = vlm(config, layout)
+        elif pattern is None:
             chunks = build_tiny_gpt(config, layout, vocab_size=VOCAB, small_attention=True)
         else:
             chunks = build_tiny_hybrid(config, layout, pattern, vocab_size=VOCAB, small_attention=True)

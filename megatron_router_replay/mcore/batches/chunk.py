@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.layout.split import rows_for_router
+from megatron_router_replay.mcore.batches.forward_counts import ForwardCounts
 from megatron_router_replay.mcore.batches.forwards import ModelForwards
 from megatron_router_replay.mcore.batches.microbatch import Microbatch
-from megatron_router_replay.mcore.core.counts import Counts
 from megatron_router_replay.mcore.model.find import FoundRouter, wrappers
 
 
@@ -40,6 +40,7 @@ class Chunk:
         given: the micro-batch of the next forward, or of layers to come; None: there is none.
         current: the one that runs, or ran last; None: there was none, or its forward failed.
         num_begun: micro-batches so far, with those of forwards that failed.
+        counts: of the forwards that returned.
         digest: of the rows of all micro-batches that ended, in order, and their number.
     """
 
@@ -61,7 +62,7 @@ class Chunk:
         group = replayed_routers[0].router.tp_group
         self._tp_rank, self._tp_size = int(get_pg_rank(group)), int(get_pg_size(group))
         self._sequence_parallel = bool(self.config.sequence_parallel)
-        self.counts = Counts()  # of micro-batches, and of rows by kind
+        self.counts = ForwardCounts()
         self._microbatches: Any = None
         self._forwards = ModelForwards(
             self.levels,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megatron_router_replay.checks import as_integers
 from megatron_router_replay.errors import LayoutError, ReplayStateError
 from megatron_router_replay.mcore.batches.hidden_states import INSERTS, ForwardTokens, alignment
-from megatron_router_replay.mcore.batches.segments import Partition, Segments
+from megatron_router_replay.mcore.batches.segments import CpPartition, Segments
 from megatron_router_replay.mcore.core.streams import collective_device, to_host
 
 MAX_TOKEN = (1 << 31) - 1
@@ -150,7 +150,7 @@ class TokenReader:
         padding_token_ids: the tokens of padding, as integers of Python.
     """
 
-    def __init__(self, *, padding_token_ids: Sequence[int] | None, cp_partition_mode: Partition | None) -> None:
+    def __init__(self, *, padding_token_ids: Sequence[int] | None, cp_partition_mode: CpPartition | None) -> None:
         if cp_partition_mode not in (None, "zigzag", "contiguous"):
             raise LayoutError(f"MRR101: cp_partition_mode={cp_partition_mode!r} must be 'zigzag' or 'contiguous'.")
         self.padding_token_ids: tuple[int, ...] | None = None

@@ -1,7 +1,7 @@
 """Find the trace rows of a forward by the inputs of its model chunk, on the host.
 
 once a trace          samples_of        its samples, sorted by their tokens
-once a micro-batch    RowLookup.find    the call's tokens -> segments -> samples -> rows
+once a micro-batch    RowLookup.locate  the call's tokens -> segments -> samples -> rows
                       number_tokens     of a recording: the call's tokens -> segments -> new samples, numbered
 
 A segment is one sequence of a forward with its padding. A `Reading` says where in a segment the sample begins, how many of
@@ -21,6 +21,7 @@ from megatron_router_replay.checks import warn
 from megatron_router_replay.errors import LayoutError, listed
 from megatron_router_replay.mcore.batches import misfit
 from megatron_router_replay.mcore.batches.equal_samples import unlike
+from megatron_router_replay.mcore.batches.forward_counts import ForwardCounts
 from megatron_router_replay.mcore.batches.inputs import (
     ForwardInputs,
     TokenReader,
@@ -34,7 +35,7 @@ from megatron_router_replay.mcore.batches.samples import (
     keys_of,
     samples_of,
 )
-from megatron_router_replay.mcore.batches.segments import Partition, Segments
+from megatron_router_replay.mcore.batches.segments import CpPartition, Segments
 from megatron_router_replay.trace import RoutingTrace
 
 
@@ -85,7 +86,7 @@ class RowLookup:
     """
 
     def __init__(
-        self, trace: RoutingTrace, *, padding_token_ids: Sequence[int] | None, cp_partition_mode: Partition | None
+        self, trace: RoutingTrace, *, padding_token_ids: Sequence[int] | None, cp_partition_mode: CpPartition | None
     ) -> None:
         self._reader = TokenReader(padding_token_ids=padding_token_ids, cp_partition_mode=cp_partition_mode)
         self._padding = self._reader.padding_token_ids
@@ -93,7 +94,7 @@ class RowLookup:
         self._compared: set[Any] = set()
         self.layout: set[str] = set()
 
-    def find(self, module: nn.Module, inputs: ForwardInputs, where: str) -> RowInputs:
+    def locate(self, module: nn.Module, inputs: ForwardInputs, where: str) -> RowInputs:
         """Return the rows of a forward on this rank.
 
         RowInputs.token_ids is None where the tokens are laid out in another way than the hidden states.
@@ -123,7 +124,7 @@ class RowLookup:
             rows=read.of_rank(_placed(rows, positions, -1)),
             token_ids=read.of_rank(tokens) if positions is None else None,
             padding=read.of_rank(padding) if (padding := _placed_padding(padding, positions)) is not None else None,
-            num_ambiguous=sum(each.is_ambiguous for each in readings),
+            counts=ForwardCounts(segments_ambiguous=sum(each.is_ambiguous for each in readings)),
         )
 
     def _read(self, segments: Segments, tokens: Any, where: str) -> list[Reading]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_router_replay.errors import ReplayStateError
+from megatron_router_replay.mcore.batches.forward_counts import ForwardCounts
 from megatron_router_replay.mcore.batches.upload import LayerRoutes
 from megatron_router_replay.mcore.core import tape
 from megatron_router_replay.mcore.core.streams import current_stream, to_device, wait_stream
@@ -51,7 +52,7 @@ class Microbatch:
     Args:
         shape: (positions, sequences) of the tokens as this rank's routers get them, [s, b, h] without h.
         batch_shape: (b, s) of the tokens as this rank's model gets them.
-        counts: kind -> number; "rows", "live", "padding" and, of a replay, "repeated" rows and "ambiguous" segments.
+        counts: added to those of the chunk once the forward has returned.
         num_routers: routers of the chunk that route it.
         routes: the experts that they replay; None: they route live, for a recording.
         live_positions: [num_live] int64, positions of the rows that the live router decides, on the routers' device once the
@@ -72,7 +73,7 @@ class Microbatch:
 
     shape: tuple[int, int]
     batch_shape: tuple[int, int]
-    counts: dict[str, int]
+    counts: ForwardCounts
     num_routers: int
     routes: LayerRoutes | None = None
     live_positions: Tensor | None = None

@@ -176,7 +176,7 @@ def _inside(samples: SortedSamples, tokens: Any, known: int) -> tuple[int, int] 
     """Return the (sample, position) whose tokens a sequence begins with, more than `known` of them; None: there is none."""
     size = min(len(tokens), 2 * _CHANCE)
     while size > max(1, known):
-        if found := samples.find_inside(keys_of(tokens[:size])):
+        if found := samples.locate_inside(keys_of(tokens[:size])):
             return found
         size -= 1
     return None

@@ -177,7 +177,7 @@ class SortedSamples:
             rivals.append((begin, stop))
         return [rival for rival in rivals if rival[0] != reading.row]
 
-    def find_inside(self, key: bytes) -> tuple[int, int] | None:
+    def locate_inside(self, key: bytes) -> tuple[int, int] | None:
         """Return the first (sample, position above 0) where the tokens of a key stand, None: nowhere; for an error."""
         for own, (_, begin) in zip(self._keys, self._places):
             at = own.find(key, 1)

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_router_replay.checks import shown
 from megatron_router_replay.errors import LayoutError
 
-Partition = Literal["zigzag", "contiguous"]
+CpPartition = Literal["zigzag", "contiguous"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +55,7 @@ class Segments:
         *,
         unpadded: Any = None,
         cp_size: int = 1,
-        partition: Partition = "zigzag",
+        partition: CpPartition = "zigzag",
     ) -> Segments:
         """Return the Segments of a forward.
 
@@ -214,7 +214,9 @@ def _check_lengths(unpadded: Any, padded: Any) -> None:
         )
 
 
-def _flat_positions(bounds: Any, shape: tuple[int, int], cp_size: int, partition: Partition, *, is_packed: bool) -> Any:
+def _flat_positions(
+    bounds: Any, shape: tuple[int, int], cp_size: int, partition: CpPartition, *, is_packed: bool
+) -> Any:
     """Return the flat positions of each rank, [cp_size, n].
 
     Args:

@@ -186,7 +186,7 @@ def highest_rises(ratios: Array) -> Array:
     return (total - np.minimum(0, np.minimum.accumulate(total, axis=1))).max(1, initial=0.0)
 
 
-def find_blocks(ratios: Array, kinds: Array) -> list[Block]:
+def clearest_blocks(ratios: Array, kinds: Array) -> list[Block]:
     """Return disjoint blocks of rows that rise, by evidence, the most first: all that raise, and the highest that does not.
 
     Args:

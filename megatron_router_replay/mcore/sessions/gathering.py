@@ -25,7 +25,7 @@ Replica = tuple[int, ...] | None
 """Data-parallel ranks of the samples in a trace; None: its rows are those of the whole batch."""
 
 
-class _Part(NamedTuple):
+class _PartHeader(NamedTuple):
     """The part of a rank, without its rows.
 
     Args:
@@ -62,13 +62,13 @@ def gather_trace(
             of one replica, or two recorded one row differently.
     """
     ranks = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
-    mine: _Part | Exception
+    mine: _PartHeader | Exception
     try:
         if isinstance(trace, Exception):
             raise trace
         rows = known_rows(trace)
         routed = trace.gather_rows(rows)
-        mine = _Part(replica, trace.sequence_lengths, trace.num_tokens, TraceHeader.of(routed))
+        mine = _PartHeader(replica, trace.sequence_lengths, trace.num_tokens, TraceHeader.of(routed))
     except Exception as error:
         mine = error
     parts = raise_together(mine, _error_of_peers, group)
@@ -146,7 +146,7 @@ def _error_of_peers(ranks: list[int], text: str) -> TraceError:
     return TraceError(f"MRR422: cannot gather, because ranks {ranks} have no part: {text}")
 
 
-def _sample_lengths(ranks: Sequence[int], parts: Sequence[_Part]) -> dict[Any, tuple[int, ...]]:
+def _sample_lengths(ranks: Sequence[int], parts: Sequence[_PartHeader]) -> dict[Any, tuple[int, ...]]:
     """Return replica -> the lengths of its samples; a replica whose ranks recorded no forward is missing.
 
     Raises:

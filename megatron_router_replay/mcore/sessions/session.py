@@ -138,12 +138,9 @@ class Session:
 
     def _read(self) -> None:
         """Bring counts of a GPU to the host, in one wait."""
-        counts: list[Counts] = [each.counter for each in self._routers.states.values()]
-        if (microbatches := self._microbatches) is not None:
-            counts += [chunk.counts for chunk in microbatches.chunks]
-        Counts.read(counts)
-        if microbatches is not None:
-            microbatches.wait_for_copies()  # after the counts: their wait mostly covers this one
+        Counts.read([each.counter for each in self._routers.states.values()])
+        if self._microbatches is not None:
+            self._microbatches.wait_for_copies()  # after the counts: their wait mostly covers this one
 
     def close(self, *, check: bool = True) -> None:
         """Check and release the routers.
