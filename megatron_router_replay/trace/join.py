@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_router_replay.errors import TraceError
-from megatron_router_replay.trace.ids import fill_unrouted, index_dtype
+from megatron_router_replay.trace.ids import empty_routes, fill_unrouted
 from megatron_router_replay.trace.routing_trace import RoutingTrace
 from megatron_router_replay.trace.rows import Rows, joined_rows, put_rows, take_rows
 from megatron_router_replay.trace.runs import neighbour_runs
@@ -50,11 +50,11 @@ class PartJoiner:
     ) -> None:
         self.layer_numbers, self._num_experts, self._topk = tuple(layer_numbers), num_experts, topk
         self._earlier, self._num_tokens, self._device = earlier, num_tokens, device
-        shape = num_tokens, len(self.layer_numbers), topk
-        self._topk_indices = torch.empty(shape, dtype=index_dtype(num_experts), device=device)
-        self.has_route = torch.zeros(shape[1], num_tokens, dtype=torch.uint8, device=device)
+        num_layers = len(self.layer_numbers)
+        self._topk_indices = empty_routes(num_tokens, num_layers, topk, num_experts=num_experts, device=device)
+        self.has_route = torch.zeros(num_layers, num_tokens, dtype=torch.uint8, device=device)
         self._per_token: dict[str, Tensor] = {}
-        self.block_rows = max(1, _BLOCK_BYTES // max(1, shape[1] * topk * self._topk_indices.element_size()))
+        self.block_rows = max(1, _BLOCK_BYTES // max(1, num_layers * topk * self._topk_indices.element_size()))
 
     def add(self, name: str, layer_numbers: Sequence[int], rows: Rows, values: Mapping[str, Tensor | None]) -> None:
         """Place some rows of a part, and compare them with what parts before it have of them.
@@ -181,7 +181,7 @@ class PartJoiner:
 
 
 def known_rows(trace: RoutingTrace) -> Tensor:
-    """Return the rows of which a rank's part knows something, [n] int64: a route, a token or a weight version."""
+    """Return the rows that a rank's part has something of, [n] int64: a route, a token or a weight version."""
     known = trace.replay_mask
     for values in (trace.token_ids, trace.weight_version):
         if values is not None:

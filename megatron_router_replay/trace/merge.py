@@ -84,7 +84,7 @@ def merge_traces(
 
     Args:
         parts: rows 0..N_i-1 of the same batch, replay_mask False where a part saw no route; each has some of the layers.
-            A part with fewer rows than another saw nothing of the last ones.
+            A part with fewer rows than another did not see the last ones.
         allow_gaps: a row that was recorded in only some layers, or that no part has, gets no route instead of
             raising.
         names: names of the parts in messages. Default: "part 0", "part 1", ...

@@ -322,7 +322,7 @@ class RoutingTrace:
         missing = [number for number in self.layer_numbers if number not in layer_numbers]
         if missing:
             raise TraceError(
-                f"MRR104: cannot renumber layers [{listed(self.layer_numbers)}]: the mapping says nothing of layer "
+                f"MRR104: cannot renumber layers [{listed(self.layer_numbers)}]: the mapping has no layer "
                 f"{missing[0]}. Name every layer, also those that keep their number."
             )
         new = [as_integer("a layer number", layer_numbers[number]) for number in self.layer_numbers]
@@ -416,7 +416,7 @@ class RoutingTrace:
     def _known_lengths(self) -> tuple[int, ...]:
         if self.sequence_lengths is None:
             raise TraceError(
-                "MRR105: this trace does not know its samples: make it with sequence_lengths=..., or cut it by "
+                "MRR105: this trace has no sample boundaries: make it with sequence_lengths=..., or cut it by "
                 "trace.with_samples(lengths). trace.num_tokens counts its rows, trace.gather_rows takes some."
             )
         return self.sequence_lengths

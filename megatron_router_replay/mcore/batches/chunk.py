@@ -79,7 +79,7 @@ class Chunk:
 
     @property
     def device(self) -> torch.device:
-        """The routers' device; asked in each forward, because a model may be moved within a session."""
+        """The routers' device; read in each forward, because a model may be moved within a session."""
         device: torch.device = self.replayed_routers[0].router.weight.device
         return device
 

@@ -192,7 +192,7 @@ class TokenReader:
         return Segments.of(shape, cu_seqlens, unpadded=unpadded, cp_size=size, partition=partition)
 
     def read(self, module: nn.Module, inputs: ForwardInputs, where: str) -> ForwardTokens:
-        """Return the tokens of a forward, on the host, and where they stand in its hidden states.
+        """Return the tokens of a forward, on the host, and their places in its hidden states.
 
         Where some of the inputs are on a GPU, the host waits for it once.
 
@@ -291,7 +291,7 @@ class TokenReader:
 
 
 class _Kind(NamedTuple):
-    """What the shapes of a forward say about its tokens, before the host has read them.
+    """Facts of a forward that its shapes show, before the host has read its tokens.
 
     Args:
         ids_shape, shape: [b, s] of the tokens, and of the hidden states.
@@ -321,7 +321,7 @@ class _Kind(NamedTuple):
         is_packed = inputs.cu_seqlens is not None
         is_alike = shape == ids_shape and was_packed == is_packed
         columns = ["input_ids"]
-        # A mask of another layout than the tokens says nothing.
+        # A mask of another layout than the tokens is not read.
         if source.padding_mask is not None and source.padding_mask.numel() == source.input_ids.numel():
             columns.append("padding_mask")
         if source.attention_mask is not None:

@@ -38,7 +38,7 @@ class UsedExperts:
             if self.topk_indices is None:
                 num_tokens, topk = experts.shape
                 shape = num_tokens, self._num_layers, topk
-                with torch.inference_mode(False):  # what is made in that mode cannot be written to outside of it
+                with torch.inference_mode(False):  # its tensors cannot be written to outside of that mode
                     self.topk_indices = torch.empty(shape, dtype=self._dtype, device=experts.device)
                 self._stream = current_stream(experts.device)
             wait_stream(self._stream, self.topk_indices)

@@ -10,14 +10,12 @@ _CHANCE = 8
 """Up to so many equal tokens, a sequence and the beginning of a sample may be equal by chance."""
 
 
-PADDED_LEFT = (
-    "padding stands in front of sequences: if attention sees it (no attention_mask hides it), no token has its routes"
-)
+PADDED_LEFT = "padding precedes sequences: if attention sees it (no attention_mask hides it), no token has its routes"
 CUT = (
     "position_ids alone separate the sequences of a row: give the model packed_seq_params, or an attention_mask of blocks, "
     "unless attention separates them already"
 )
-"""What the layout of a session's forwards may have done to all routes; see `RowLookup.layout`."""
+"""Layouts of a session's forwards that may have changed all routes; see `RowLookup.layout`."""
 
 
 class Misfit(NamedTuple):
@@ -25,7 +23,7 @@ class Misfit(NamedTuple):
 
     Args:
         at: the position in the segment that it is about.
-        text: the code, what was seen, and what to do.
+        text: the code, the tokens that were seen, and the advice.
     """
 
     at: int
@@ -67,7 +65,7 @@ def no_sample(
         declared: the tokens of padding; None: not declared.
         lengths_known: the number of tokens is known, so there is no padding.
         may_pad_left: padding may precede the sequence.
-        runs_differ: in front of the sequences of this forward, its first token stands in different numbers.
+        runs_differ: the sequences of this forward begin with different numbers of its first token.
     """
     samples, at = names.samples, reading.start + reading.known
     rest = tokens[at : at + reading.live]
@@ -85,7 +83,7 @@ def no_sample(
         whose = "all tokens" if reading.is_whole else f"the first {reading.known} tokens"
         return Misfit(
             at,
-            f"MRR207: token {token} stands {run} times to the end, behind {whose} of {sample}. If it is padding, say "
+            f"MRR207: token {token} follows {whose} of {sample}, {run} times up to the end. If it is padding, say "
             f"{argument}, or give the model padding_mask or unpadded cu_seqlens_q.",
         )
     padding = ""
@@ -98,12 +96,12 @@ def no_sample(
             following = names.of(samples.read(0, keys_of(rest[:known]), known, known).row)
             return Misfit(
                 at,
-                f"MRR206: it holds all {reading.known} tokens of {sample}, and {following} begins here: give the model "
-                f"packed_seq_params, whose cu_seqlens say where sequences begin.{padding}",
+                f"MRR206: it has all {reading.known} tokens of {sample}, and {following} begins here: give the model "
+                f"packed_seq_params, with the beginning of each sequence in cu_seqlens.{padding}",
             )
         return Misfit(
             at,
-            f"MRR206: it holds all {reading.known} tokens of {sample}, and from position {reading.known} on (token {token}) "
+            f"MRR206: it has all {reading.known} tokens of {sample}, and from position {reading.known} on (token {token}) "
             f"more than one token that is no padding.{padding or ' If it is padding, give padding_mask.'}",
         )
     if reading.known <= _CHANCE and (inside := _inside(samples, tokens[reading.start :], reading.known)):
@@ -121,7 +119,7 @@ def _advice(tokens: Any, rest: Any, declared: tuple[int, ...], *, may_pad_left: 
 
     Args:
         tokens: of the sequence, [n].
-        rest: those behind its sample.
+        rest: those after its sample.
         may_pad_left: equal tokens in front may be padding, too.
     """
     ends = [int(tokens[0])] if may_pad_left and _run(tokens) > 1 else []
@@ -158,7 +156,7 @@ def _no_beginning(
         padding = f" If it is padding, say {argument}." if may_pad and may_pad_left else ""
         return Misfit(
             at,
-            f"MRR206: no sample of the trace begins with token {token}, but from the next one on it holds {names.of(row)}. "
+            f"MRR206: no sample of the trace begins with token {token}, but from the next one on it is {names.of(row)}. "
             "Is it a BOS token that the engine did not have? Then give the engine the same token ids, or leave it out in "
             f"training: routes with and without it differ.{padding}",
         )
@@ -173,7 +171,7 @@ def _no_beginning(
 
 
 def _inside(samples: SortedSamples, tokens: Any, known: int) -> tuple[int, int] | None:
-    """Return the (sample, position) whose tokens a sequence begins with, more than `known` of them; None: there is none."""
+    """Return (sample, position) of the tokens that a sequence begins with, more than `known` of them; None: there is none."""
     size = min(len(tokens), 2 * _CHANCE)
     while size > max(1, known):
         if found := samples.locate_inside(keys_of(tokens[:size])):
@@ -196,7 +194,7 @@ def two_starts(names: Names, reading: Reading) -> Misfit:
     return Misfit(
         reading.start + reading.known,
         f"MRR206: tokens before {names.of(reading.row)} may be padding or may belong to another sample of the trace, which "
-        "also has them. Give the model padding_mask, or unpadded cu_seqlens_q beside cu_seqlens_q_padded.",
+        "also has them. Give the model padding_mask, or unpadded cu_seqlens_q with cu_seqlens_q_padded.",
     )
 
 

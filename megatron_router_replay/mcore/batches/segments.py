@@ -28,7 +28,7 @@ class Segments:
         begin, end: of each segment; segments follow one another. Of packed sequences, the last one is the rest of the row.
         start, stop: of its tokens, where their number is known; else begin and end. All of the rest is padding.
         lengths_known: the number of tokens is known, from a mask or from unpadded cu_seqlens.
-        may_pad: declared padding may stand inside of them, because an attention mask gave their number.
+        may_pad: declared padding may be inside of them, because an attention mask gave their number.
         searches_left: padding of unknown length may precede the tokens.
         flat: [cp_size, n] int64, the flat position of each position of each rank; None: one rank has all, in order.
         jumps: flat positions whose position id does not follow the one before, and that begin no segment.

@@ -281,13 +281,13 @@ RAISES: dict[str, tuple[Tokens, Tokens, dict[str, Any], str]] = {
         [A, B],
         [A, [*B[:2], 0, 0]],
         {},
-        r"MRR207: .*input_ids\[1, 2\], sequence 1: token 0 stands 2 times .*the first 2 .* say padding_token_ids=\[0\]",
+        r"MRR207: .*input_ids\[1, 2\], sequence 1: token 0 follows the first 2 tokens .*, 2 times.* say padding_token_ids=\[0\]",
     ),
     "undeclared padding behind a whole sample": (
         [A, B],
         [[*A, 0], [*B, 0, 0]],
         {},
-        r"MRR207: .*input_ids\[1, 3\], sequence 1: token 0 stands 2 times .*all tokens .*padding_token_ids=\[0\]",
+        r"MRR207: .*input_ids\[1, 3\], sequence 1: token 0 follows all tokens .*, 2 times.*padding_token_ids=\[0\]",
     ),
     "undeclared padding in front": (
         [A, B],
@@ -468,7 +468,7 @@ def test_one_token_in_front_is_offered_as_padding_where_runs_differ(tokens: Any,
 @pytest.mark.parametrize(
     ("layout", "fact"),
     [
-        ("left", "padding stands in front of sequences: if attention sees it"),
+        ("left", "padding precedes sequences: if attention sees it"),
         ("right", ""),
         ("cut", "position_ids alone separate the sequences of a row: give the model packed_seq_params"),
     ],
