@@ -167,7 +167,7 @@ class PartJoiner:
 
 
 def known_rows(trace: RoutingTrace) -> Tensor:
-    """Return the rows of which a rank's part knows something, [n] int64: a route, a token or a weight version."""
+    """Return the rows with a route, a token or a weight version in a rank's part, [n] int64."""
     known = trace.replay_mask
     for values in (trace.token_ids, trace.weight_version):
         if values is not None:
