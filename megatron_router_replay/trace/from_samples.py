@@ -59,7 +59,7 @@ def join_samples(
             )
     if not len(tokens):
         raise TraceError("MRR102: from_samples needs a sample at least: of none, topk is not known.")
-    # All tokens first: memory for the whole is allocated once, and no sample's routes are kept in addition.
+    # All tokens first: memory for the whole trace is allocated once, and routes are copied into it sample by sample.
     token_ids, lengths = _join_tokens(tokens)
     ends = list(accumulate(lengths, initial=0))
     mask = np.zeros(ends[-1], np.bool_)
@@ -77,7 +77,7 @@ def join_samples(
             raise TraceError(f"MRR102: sample {number} has topk={rows.shape[2]}, sample 0 has another.")
         place = slice(start, start + len(rows))
         mask[place] = routed
-        # A cast would wrap 300 to 44, and rows without a route may have any value.
+        # A cast would wrap 300 to 44, and ids of rows without a route are ignored.
         if rows.dtype == indices.dtype or find_outside(rows, num_experts=num_experts) is None:
             indices[place] = rows
         else:
@@ -241,7 +241,7 @@ def _check_ends(rows: Array, routed: Array, mask: Any, length: int, last_token: 
         if bool(routed[-1]) and not is_masked and not bool(filler.all()):
             raise TraceError(
                 f"MRR302: {length} rows of routes for {length} tokens, and the last row is a route. An engine does not run "
-                "the token that it sampled last. If the tokens lack one in front (BOS), every row is one token late: give "
+                "the token that it sampled last. If a token in front (BOS) is missing, every row is one token late: give "
                 "the engine's ids. If a forward ran all tokens: last_token='routed'. To drop the last row: "
                 "last_token='unrouted'."
             )

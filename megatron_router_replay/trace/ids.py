@@ -112,7 +112,7 @@ class InvalidRoutes:
 
 def find_outside(rows: npt.NDArray[Any], *, num_experts: int) -> InvalidRoutes | None:
     """Return the routes of rows [rows, layers, topk], any integer dtype, with an id that is no expert's; None if none is."""
-    limits = np.iinfo(rows.dtype)  # a value beyond the dtype need not be looked for
+    limits = np.iinfo(rows.dtype)  # ids outside of the dtype's range need no search
     is_low = rows.size and limits.min < 0 and int(rows.min()) < 0
     if not is_low and not (rows.size and limits.max >= num_experts and int(rows.max()) >= num_experts):
         return None

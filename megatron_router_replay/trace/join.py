@@ -181,7 +181,7 @@ class PartJoiner:
 
 
 def known_rows(trace: RoutingTrace) -> Tensor:
-    """Return the rows that a rank's part has something of, [n] int64: a route, a token or a weight version."""
+    """Return the rows with a route, a token or a weight version in a rank's part, [n] int64."""
     known = trace.replay_mask
     for values in (trace.token_ids, trace.weight_version):
         if values is not None:

@@ -22,8 +22,8 @@ _VALUES = ("topk_indices", "replay_mask", "token_ids", "weight_version")
 def concat_traces(traces: Sequence[RoutingTrace]) -> RoutingTrace:
     """Join traces of different samples, in order.
 
-    Row 0 of the second trace comes after the last row of the first. To join the parts of one batch that different ranks
-    recorded, use `merge_traces`.
+    Row 0 of the second trace comes after the last row of the first. `merge_traces` joins the parts that different ranks
+    recorded of a batch.
 
     The result has the metadata that every trace has. A trace without sequence_lengths counts as one sample; a trace with
     lengths () has no samples and changes nothing.
@@ -142,7 +142,7 @@ def merge_traces(
 
 def _check_list(traces: Sequence[RoutingTrace], attempt: str) -> None:
     if isinstance(traces, RoutingTrace) or not traces:
-        given = "one trace by itself" if isinstance(traces, RoutingTrace) else "no traces"
+        given = "a single trace" if isinstance(traces, RoutingTrace) else "no traces"
         raise TraceError(f"MRR107: cannot {attempt} {given}: give a list, at least one is needed.")
 
 

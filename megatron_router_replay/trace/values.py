@@ -64,7 +64,7 @@ def check_holds_experts(name: str, indices: Tensor | np.ndarray[Any, Any], num_e
     limits = torch.iinfo(indices.dtype) if isinstance(indices, Tensor) else np.iinfo(indices.dtype)
     if 0 not in indices.shape and limits.max < num_experts - 1:
         raise TraceError(
-            f"MRR101: {name} are {indices.dtype}, which cannot hold ids of {num_experts} experts: higher ids were wrapped."
+            f"MRR101: {name} are {indices.dtype}, too narrow for the ids of {num_experts} experts: higher ids were wrapped."
         )
 
 

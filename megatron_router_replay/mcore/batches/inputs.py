@@ -38,7 +38,7 @@ class ForwardInputs:
         attention_mask: [b, s] integers or bool, 0: padding; None: not given, or of another shape.
         position_ids: [b, s] integers; None: not given, or of another shape.
         hidden: [s, b, h] that layers get; None: the call has none, so tokens are embedded as they are.
-        outer: the inputs of the model around this one, whose tokens `hidden` was made of; None: these are its own.
+        outer: the inputs of the model around this one, which made `hidden` of its tokens; None: these are its own.
         has_cache: it got a cache with the tokens before its own.
     """
 
@@ -291,7 +291,7 @@ class TokenReader:
 
 
 class _Kind(NamedTuple):
-    """Facts of a forward that its shapes show, before the host has read its tokens.
+    """The layout of a forward's tokens by their shapes, before the host has read them.
 
     Args:
         ids_shape, shape: [b, s] of the tokens, and of the hidden states.
@@ -321,7 +321,7 @@ class _Kind(NamedTuple):
         is_packed = inputs.cu_seqlens is not None
         is_alike = shape == ids_shape and was_packed == is_packed
         columns = ["input_ids"]
-        # A mask of another layout than the tokens is not read.
+        # A mask of another layout than the tokens is ignored.
         if source.padding_mask is not None and source.padding_mask.numel() == source.input_ids.numel():
             columns.append("padding_mask")
         if source.attention_mask is not None:

@@ -4,8 +4,8 @@ once a trace          samples_of        its samples, sorted by their tokens
 once a micro-batch    RowLookup.locate  the call's tokens -> segments -> samples -> rows
                       number_tokens     of a recording: the call's tokens -> segments -> new samples, numbered
 
-A segment is one sequence of a forward with its padding. A `Reading` has the place in it where the sample begins, the number
-of its tokens that are known, and the trace row of the first one.
+A segment is one sequence of a forward with its padding. A `Reading` has where in a segment the sample begins, how many of
+its tokens are known, and in which trace row the first one is.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class RowLookup:
     Args:
         trace: of the session, with tokens and samples.
         padding_token_ids: the tokens of padding; None: not declared.
-        cp_partition_mode: how sequences are split over context-parallel ranks; None: as in packed_seq_params, else zigzag.
+        cp_partition_mode: how sequences are split over context-parallel ranks; None: that of packed_seq_params, else zigzag.
 
     Attributes:
         layout: facts of the layout of forwards so far, for which attention may see different tokens than the engine's.
@@ -116,7 +116,7 @@ class RowLookup:
         rows, padding = segments.rows(first, count, row, live)
         if len(segments.jumps) and _jumps_inside(rows, segments.jumps):
             raise LayoutError(
-                f"MRR206: {where}: position_ids restart or jump within the tokens of one sample, so this row has "
+                f"MRR206: {where}: position_ids restart or jump within the tokens of a sample, so this row has "
                 "several sequences: give the model packed_seq_params."
             )
         positions = read.token_positions(first, first + count + live, where)
@@ -224,7 +224,7 @@ class RowLookup:
         return None
 
     def _warn_of_tokens_in_front(self, segments: Segments, tokens: Any, readings: list[Reading], where: str) -> None:
-        """Warn if the same declared tokens precede each sequence: a BOS token, or a second chat template.
+        """Warn if each sequence begins with the same declared tokens: a BOS token, or a second chat template.
 
         One token several times looks like padding.
         """
@@ -232,7 +232,7 @@ class RowLookup:
             self.layout.add(CUT)
         if segments.start is segments.begin and not any(each.start for each in readings):
             return
-        begins = segments.start if segments.may_pad else segments.begin  # tokens that a mask hides are padding
+        begins = segments.start if segments.may_pad else segments.begin  # masked tokens are padding
         fronts = {
             tuple(tokens[begin : start + each.start].tolist())
             for begin, start, each in zip(begins.tolist(), segments.start.tolist(), readings)

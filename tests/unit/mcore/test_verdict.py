@@ -1,10 +1,16 @@
 """Findings of a rank and of all ranks, at their limits: rows packed by hand, no router around them."""
 
+import inspect
+import re
+
 import numpy as np
 import pytest
 import torch
 
 import megatron_router_replay as mrr
+from megatron_router_replay.mcore import judge
+from megatron_router_replay.mcore.batches import equal_samples
+from megatron_router_replay.mcore.judge import agreement, blocks, causes, group_check, places, report, verdict
 from megatron_router_replay.mcore.judge.blocks import EVIDENCE
 from megatron_router_replay.mcore.judge.verdict import (
     Anomaly,
@@ -51,6 +57,16 @@ def texts(*parts, trace=None):
     """Return what is said of blocks, by evidence."""
     anomalies = sorted(rank_evidence(*parts, trace=trace).anomalies, reverse=True)
     return [anomaly.text for anomaly in anomalies if "routes of other tokens" in anomaly.text]
+
+
+def test_the_table_of_limits_has_every_limit_of_the_family_with_its_value():
+    table = dict(re.findall(r"^    (\w+) +([\d.]+) ", judge.__doc__, re.MULTILINE))
+    limits = {"min_agreement": inspect.signature(mrr.replay).parameters["min_agreement"].default}
+    for module in (agreement, blocks, causes, group_check, places, report, verdict, equal_samples):
+        named = {name: value for name, value in vars(module).items() if isinstance(value, int | float)}
+        limits |= {name: value for name, value in named.items() if name.isupper() and name != "ALL"}
+    assert len(table) == 33
+    assert {name: float(value) for name, value in table.items()} == limits
 
 
 def trace_of(num):
