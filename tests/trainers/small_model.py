@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from megatron_router_replay.testing import ParallelSizes
+from tests.functional.mcore.real_vlms import draw_parameters
 from tests.support.families import latent_projections
 from tests.support.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 from tests.support.tiny_hybrid import build_tiny_hybrid
@@ -22,6 +23,7 @@ def build(
         pattern: of the 4 layers of a HybridModel; see `build_tiny_hybrid`.
         vlm: of `vlms`, which returns the chunks of a multimodal model; gets the config and the layout.
     """
+    from megatron.core.enums import ModelType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     layout.initialize()
@@ -40,6 +42,9 @@ def build(
     with latent_projections() if "moe_latent_size" in options else nullcontext():
         if vlm is not None:
             chunks = vlm(config, layout)
+            for chunk in chunks:
+                chunk.model_type = ModelType.encoder_or_decoder  # as Megatron-Core's get_model sets it
+            draw_parameters(chunks)
         elif pattern is None:
             chunks = build_tiny_gpt(config, layout, vocab_size=VOCAB, small_attention=True)
         else:
@@ -47,7 +52,7 @@ def build(
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     ddp = DistributedDataParallelConfig(overlap_grad_reduce=False, use_distributed_optimizer=False)
-    return [DistributedDataParallel(config, ddp, chunk) for chunk in chunks]
+    return [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in chunks]
 
 
 def without_attention(chunks: list[Any]) -> None:

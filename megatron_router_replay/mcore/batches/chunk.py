@@ -79,7 +79,7 @@ class Chunk:
 
     @property
     def device(self) -> torch.device:
-        """The routers' device; asked in each forward, because a model may be moved within a session."""
+        """The routers' device; read in each forward, because a model may be moved within a session."""
         device: torch.device = self.replayed_routers[0].router.weight.device
         return device
 
@@ -158,7 +158,7 @@ class Chunk:
         """Return the micro-batch that was given, which begins.
 
         Args:
-            is_running: a forward of the module runs, until `leave`; False: its layers run outside of one.
+            is_running: a forward of the module runs, until `leave`; False: its layers run by themselves.
 
         Raises:
             ReplayStateError: none was given, or the last one has not reached every router.
@@ -198,7 +198,7 @@ class Chunk:
         if current is not None and self._is_running:
             raise ReplayStateError(
                 f"MRR407: {self._name}: one forward of the model called the router of {self._layers[position]} twice. A "
-                "micro-batch has one route for a token in a layer; layers that share a router cannot be told apart."
+                "micro-batch has one route for a token in a layer; layers that share a router cannot have different routes."
             )
         if self.given is None:
             self._raise_missing(self._layers[position])

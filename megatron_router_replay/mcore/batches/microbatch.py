@@ -1,4 +1,4 @@
-"""A micro-batch of a chunk: the routes of one forward."""
+"""A micro-batch of a chunk: the routes of a forward."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class UsedExperts:
             if self.topk_indices is None:
                 num_tokens, topk = experts.shape
                 shape = num_tokens, self._num_layers, topk
-                with torch.inference_mode(False):  # what is made in that mode cannot be written to outside of it
+                with torch.inference_mode(False):  # an inference tensor cannot be written to outside of that mode
                     self.topk_indices = torch.empty(shape, dtype=self._dtype, device=experts.device)
                 self._stream = current_stream(experts.device)
             wait_stream(self._stream, self.topk_indices)
@@ -114,7 +114,7 @@ class Microbatch:
         if tuple(shape) != expected and not (len(shape) == 1 and expected[1] == 1 and shape[0] == expected[0]):
             raise ReplayStateError(
                 f"MRR201: {where}, micro-batch {self.number}: the router routes tokens of [s, b] = {list(shape)} on "
-                f"this rank, the routes are for {list(expected)}: they must have the shape of what the model's layers get. A "
+                f"this rank, the routes are for {list(expected)}: they must have the shape of the tokens of its layers. A "
                 "model that inserts positions itself (several embeddings for one token) takes rows [b, s] of these, by "
                 "session.microbatch(rows, model)."
             )

@@ -56,8 +56,8 @@ class RowInputs:
             highest = torch.iinfo(rows.dtype).max
             if bool((rows.to(torch.int64) == highest).any()):
                 raise LayoutError(
-                    f"MRR201: rows are {rows.dtype} and hold {highest}, which a -1 becomes there: padding "
-                    "cannot be told from that row. Give a signed dtype."
+                    f"MRR201: rows are {rows.dtype} and have {highest}, which a -1 becomes there: it may be "
+                    "padding or that row. Give a signed dtype."
                 )
         tokens = None if token_ids is None else as_integers(token_ids, "token_ids")
         mask = None if padding is None else as_mask(padding, "padding")

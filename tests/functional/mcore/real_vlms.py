@@ -136,17 +136,21 @@ class TorchNorm(torch.nn.LayerNorm):
 
 def build_megatron_bridge(root: str, layout: ParallelSizes, *, qwen3_5: bool = False, **options: Any) -> list[Any]:
     """Qwen3VLModel, which is Qwen3.5's class, too: that has gated delta-net layers and multi-token prediction."""
-    import typing
-    from types import SimpleNamespace
+    if qwen3_5:
+        options["mtp_num_layers"] = 1
+    base = tiny_gpt_config(layout, variable_seq_lengths=True, calculate_per_token_loss=layout.cp_size > 1, **options)
+    return megatron_bridge_model(root, layout, base, qwen3_5=qwen3_5)
 
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+def import_megatron_bridge(root: str) -> Any:
+    """Return the module of Megatron-Bridge's Qwen3VLModel, whose layers are Megatron-Core's own."""
+    import typing
+
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
     typing.override = getattr(typing, "override", lambda method: method)  # type: ignore[attr-defined]  # of Python 3.12
     root = str(Path(root, "src"))
     model = import_only(root, "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model")
-    configs = import_only(root, "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.transformer_config")
     model.get_vit_layer_with_transformer_engine_spec = vision_spec
     attention = import_only(root, "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.attention")
     attention.TEDotProductAttention = torch.nn.Identity  # no class without that package
@@ -155,18 +159,33 @@ def build_megatron_bridge(root: str, layout: ParallelSizes, *, qwen3_5: bool = F
         ColumnParallelLinear,
         RowParallelLinear,
     )
-    if qwen3_5:
-        options["mtp_num_layers"] = 1
-    base = tiny_gpt_config(layout, variable_seq_lengths=True, calculate_per_token_loss=layout.cp_size > 1, **options)
+    return model
+
+
+def megatron_bridge_model(
+    root: str, layout: ParallelSizes, base: Any, *, qwen3_5: bool = False, **tokens: int
+) -> list[Any]:
+    """Build Megatron-Bridge's model.
+
+    Args:
+        base: TransformerConfig of the language model.
+        tokens: image_token_id and its like; none: those of this file.
+    """
+    from types import SimpleNamespace
+
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    model = import_megatron_bridge(root)
+    root = str(Path(root, "src"))
+    configs = import_only(root, "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.transformer_config")
     config = as_config(
         configs.Qwen3VLTransformerConfig,
         base,
         vocab_size=VOCAB,
         mrope_section=[4, 2, 2],
         spatial_merge_size=1,
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        vision_start_token_id=VISION_START,
+        **{"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": VISION_START, **tokens},
     )
     for name in ("enable_cuda_graph", "external_cuda_graph"):
         setattr(config, name, getattr(config, name, False))
