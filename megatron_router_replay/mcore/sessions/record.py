@@ -390,7 +390,7 @@ def record(
             that end in equal tokens, unless it gets unpadded `cu_seqlens_q`.
         cp_partition_mode: as for `replay`.
         group: the ranks that agree on the number of rows when the session ends; all of them must have such a session.
-            None: every rank of the job. The others do not wait for a rank that raised inside its block.
+            None: every rank of the job. No rank waits for one that raised inside its block.
 
     Raises:
         UnsupportedRouterError: a router's selection cannot be recorded exactly; names the config field.
