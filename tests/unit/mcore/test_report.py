@@ -128,7 +128,9 @@ def test_a_low_layer_and_wrong_rows_have_lines_of_their_own():
     wrong = Anomaly(75.0, "sample 3, tokens 4 to 90, layer 5: routes of other tokens")
     low = replace(AGREEMENT, layers={5: Sums(90, 10, 140, 10, 140)}, block=wrong)
     headline, *facts = str(replace(REPLAY, agreement=low)).splitlines()
-    assert headline.endswith("agrees with 7.1% of the trace's routes beyond chance (1 of 4 layers have enough evidence)")
+    assert headline.endswith(
+        "agrees with 7.1% of the trace's routes beyond chance (1 of 4 layers have enough evidence)"
+    )
     assert facts[-2:] == [
         "  least layer                    7%  layer 5: routes of older weights, or of other rows?",
         f"  evidence of wrong rows         75  {wrong.text}",
