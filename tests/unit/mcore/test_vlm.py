@@ -190,6 +190,24 @@ RAISES: dict[str, tuple[Any, list[list[int]], Call, str]] = {
         {"packed_seq_params": packed(0, 9, 12)},
         "MRR201",
     ),
+    "five positions for one token, packed inside": (
+        arranged(expand),
+        PADDED,
+        {"attention_mask": keep(*MASK), "packed_seq_params": packed(0, 5, 8, 15)},
+        r"MRR201: .*\[5, 3, 7, 0\] tokens, and \[5, 3, 7, 4\]",
+    ),
+    "a token is dropped, packed, with a rest of the row": (
+        arranged(drop),
+        [[*A, *B, 0, 0, 0]],
+        {"packed_seq_params": packed(0, 5, 8)},
+        r"MRR201: .*\[5, 3, 3\] tokens, and \[5, 3, 2\]",
+    ),
+    "one of equal tokens is dropped, and the language model gets the ids": (
+        lambda: arranged(drop_and_fill)(gives_ids=True),
+        [A[:3]],
+        {},
+        "MRR203",
+    ),
     "samples are exchanged, and the language model gets the ids": (
         lambda: arranged(lambda values: values.flip(0))(gives_ids=True),
         [A, [*B, 0, 0]],
