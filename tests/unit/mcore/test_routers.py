@@ -68,10 +68,11 @@ FUNCTION = "topk_routing_with_score_function"
 
 @pytest.mark.parametrize(("owner", "name"), [(TopKRouter, "routing"), (router_module, FUNCTION)])
 @pytest.mark.parametrize("around", [reentrant, non_reentrant])
-def test_somebody_who_replaces_the_routing_of_all_routers_is_noticed(monkeypatch, around, owner, name):
+@pytest.mark.parametrize("kind", ["replay", "freeze"])  # a freeze gets no rows: the checkpoint notices
+def test_somebody_who_replaces_the_routing_of_all_routers_is_noticed(monkeypatch, kind, around, owner, name):
     chunk = Chunk()
     chunk.around = around
-    session = STARTS["replay"](chunk)
+    session = STARTS[kind](chunk)
     ours = getattr(owner, name)
     wrapper = lambda *args, **kwargs: ours(*args, **kwargs)  # noqa: E731
     if owner is router_module:  # `functools.wraps` copies what is on the function; around the method it is legal
