@@ -1,4 +1,4 @@
-"""What `make docs` checks beyond links, and where it writes: build/docs/<version>, with the list of versions beside it."""
+"""Check what `make docs` needs beyond links; write build/docs/<version>, and the list of versions next to it."""
 
 from __future__ import annotations
 
@@ -33,12 +33,28 @@ def on_post_build(config: Any) -> None:
     missing = undocumented_names(set(inventory))
     if missing:
         raise PluginError("public names without an entry or a docstring:\n  " + "\n  ".join(missing))
+    show_navigation_from(Path(config.site_dir) / "assets" / "stylesheets", "70em")
     folder = Path(config.site_dir).parent
     versions = sorted((path.name for path in folder.iterdir() if path.is_dir()), reverse=True)
     entries = [{"version": name, "title": name, "aliases": []} for name in versions]
     (folder / "versions.json").write_text(json.dumps(entries))
     newest = Path(config.site_dir).name
     (folder / "index.html").write_text(f'<meta http-equiv="refresh" content="0; url={newest}/index.html">\n')
+
+
+def show_navigation_from(stylesheets: Path, width: str) -> None:
+    """Show the navigation on the left from this width on; the theme hides it below 76.25em, which is 1,220 pixels.
+
+    Raises:
+        PluginError: the theme's stylesheets have a different limit.
+    """
+    below = f"{float(width.removesuffix('em')) - 0.015625}em"
+    for name in ("main", "palette"):
+        (sheet,) = stylesheets.glob(f"{name}.*.min.css")
+        text = sheet.read_text()
+        if "76.25em" not in text or "76.234375em" not in text:
+            raise PluginError(f"{sheet.name} has no limit of 76.25em, at which the theme shows the navigation")
+        sheet.write_text(text.replace("76.25em", width).replace("76.234375em", below))
 
 
 def undocumented_names(entries: set[str]) -> list[str]:

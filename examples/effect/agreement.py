@@ -25,7 +25,7 @@ from examples.effect.small_moe import Network, Shape, text, top_k, with_loops
 from megatron_router_replay.mcore.core.call import TopKRequest
 from megatron_router_replay.mcore.judge.agreement import Agreement
 from megatron_router_replay.mcore.judge.blocks import EVIDENCE
-from megatron_router_replay.mcore.judge.verdict import judge
+from megatron_router_replay.mcore.judge.verdict import group_verdict
 
 SAMPLES, LENGTH, STEPS = 8, 512, 150
 FLIPPED = 0.03
@@ -88,9 +88,9 @@ class Outcome:
 
 def outcome(ranks: Sequence[Agreement]) -> Outcome:
     summaries = [rank.summary() for rank in ranks]
-    found = judge(summaries, 0.25)
-    evidence = max((each[0] for of_rank in summaries for each in of_rank["findings"]), default=0.0)
-    least = min((value for rank in ranks for value in rank.report().judged.values()), default=1.0)
+    found = group_verdict(summaries, 0.25)
+    evidence = max((each[0] for of_rank in summaries for each in of_rank["anomalies"]), default=0.0)
+    least = min((value for rank in ranks for value in rank.report().by_layer.values()), default=1.0)
     says = "raises" if found.problems else "warns" if found.warnings else ""
     return Outcome(says, evidence, least, "".join(found.problems or found.warnings))
 

@@ -83,7 +83,7 @@ class Reply:
         return self.fields.get(name)
 
 
-class Part:
+class ReplyPart:
     """A choice, a chunk of one, or the response around it, with the fields of the objects in `_INSIDE`."""
 
     def __init__(self, item: Any) -> None:
@@ -160,7 +160,7 @@ class ReplyReader:
             )
         streams = _choices(chunks, source)
         # Usage, and SGLang's routes and ids, come with the last chunks of a stream, so these are first.
-        response = [Part(chunk) for chunk in reversed(chunks) if _items(chunk) is not _ABSENT]
+        response = [ReplyPart(chunk) for chunk in reversed(chunks) if _items(chunk) is not _ABSENT]
         if len(streams) > 1:
             self._check_shared([parts[-1] for parts in streams.values()], response, source)
         replies = [self._reply(parts, index, len(streams), response, source) for index, parts in streams.items()]
@@ -173,10 +173,10 @@ class ReplyReader:
             return not is_tensor(item)
         return any(hasattr(item, name) for name in ("choices", "outputs", *self.fields["routed_experts"]))
 
-    def _values(self, name: str, parts: Iterable[Part]) -> list[Any]:
+    def _values(self, name: str, parts: Iterable[ReplyPart]) -> list[Any]:
         return [value for part in parts for value in part.values(self.fields.get(name, ()))]
 
-    def _check_shared(self, choices: Sequence[Part], response: Sequence[Part], source: Source) -> None:
+    def _check_shared(self, choices: Sequence[ReplyPart], response: Sequence[ReplyPart], source: Source) -> None:
         """Raise if the routes of a response are not those of all its choices."""
         if self._values("routed_experts", response) and not self._values("routed_experts", choices):
             raise source.error(
@@ -193,7 +193,7 @@ class ReplyReader:
                 )
 
     def _reply(
-        self, parts: Sequence[Part], index: int, num_choices: int, response: Sequence[Part], source: Source
+        self, parts: Sequence[ReplyPart], index: int, num_choices: int, response: Sequence[ReplyPart], source: Source
     ) -> Reply:
         """Return the reply of a choice.
 
@@ -243,7 +243,7 @@ class ReplyReader:
             request_fields=self.request_fields,
         )
 
-    def _output_ids(self, parts: Sequence[Part], source: Source) -> list[Any]:
+    def _output_ids(self, parts: Sequence[ReplyPart], source: Source) -> list[Any]:
         """Return the lists of output ids that a choice has, or the one list that its chunks make."""
         if len(parts) == 1:
             return self._values("output_token_ids", parts)
@@ -269,7 +269,7 @@ class ReplyReader:
                 )
         return [[token for value in ids for token in value]]
 
-    def _listed_ids(self, response: Sequence[Part], index: int, num_choices: int, source: Source) -> list[Any]:
+    def _listed_ids(self, response: Sequence[ReplyPart], index: int, num_choices: int, source: Source) -> list[Any]:
         """Return the output ids of a choice in the lists that a response has for all choices, as SGLang's `sglext`."""
         lists = self._values("output_token_ids", response)
         place = index if num_choices > 1 else 0  # a single choice may have kept its index of a larger response
@@ -293,13 +293,13 @@ class ReplyReader:
         return first_known(values)
 
 
-def _choices(chunks: Sequence[Any], source: Source) -> dict[int, list[Part]]:
+def _choices(chunks: Sequence[Any], source: Source) -> dict[int, list[ReplyPart]]:
     """Return index -> the parts of a choice, in the order of the indexes: one part, or the chunks of its stream."""
-    streams: dict[int, list[Part]] = {}
+    streams: dict[int, list[ReplyPart]] = {}
     # The chunks of a response have one id, at the key None here; bare chunks have an id of their choice.
     requests: dict[int | None, str] = {}
     for chunk in chunks:
-        whole, is_bare = Part(chunk), _items(chunk) is _ABSENT
+        whole, is_bare = ReplyPart(chunk), _items(chunk) is _ABSENT
         pairs = _indexed(chunk, source, is_chunk=len(chunks) > 1)
         for index, choice in pairs:
             # The chunks of n choices arrive interleaved, each under the index of its choice.
@@ -309,7 +309,7 @@ def _choices(chunks: Sequence[Any], source: Source) -> dict[int, list[Part]]:
                     f"MRR311: index {index} comes again after its end: a chunk came twice, or these are several results, "
                     "which decode_batch takes as a list."
                 )
-            parts.append(whole if is_bare else Part(choice))
+            parts.append(whole if is_bare else ReplyPart(choice))
         request, choice_of_id = shown(whole.request, 80), pairs[0][0] if is_bare else None
         first = requests.setdefault(choice_of_id, request)
         if request != first:
@@ -334,11 +334,11 @@ def _choices(chunks: Sequence[Any], source: Source) -> dict[int, list[Part]]:
     return dict(sorted(streams.items()))
 
 
-def _usage_of(response: Sequence[Part]) -> Any:
+def _usage_of(response: Sequence[ReplyPart]) -> Any:
     return first_known(value for part in response for value in part.values(("usage",)))
 
 
-def _check_usage(replies: Sequence[Reply], response: Sequence[Part], source: Source) -> None:
+def _check_usage(replies: Sequence[Reply], response: Sequence[ReplyPart], source: Source) -> None:
     """Raise if the usage of a response counts more output tokens than its choices have together: one of them is lost."""
     stated = read_counts(_usage_of(response), {"completion_tokens": "output"}, prefix="usage", source=source)
     lengths = [_output_length(reply) for reply in replies]

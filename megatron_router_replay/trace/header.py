@@ -1,7 +1,7 @@
-"""The kind of a trace: its fields, their checks, the bytes of a row, and the JSON of both.
+"""The kind of a trace: its fields, their checks, the bytes of a row, and their JSON.
 
-A `TraceFormat` is what all traces of a run have in common. A `TraceHeader` adds the sizes of one trace; with it, memory for
-the trace can be laid out before a byte of it has come. Files and transports carry one or the other.
+A `TraceFormat` is what all traces of a run have in common. A `TraceHeader` adds the sizes of a single trace: with
+these, memory can be laid out before a byte has come. Files and transports carry one or the other.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ _VALUES = ("topk_indices", "replay_mask", "token_ids", "weight_version")
 def concat_traces(traces: Sequence[RoutingTrace]) -> RoutingTrace:
     """Join traces of different samples, in order.
 
-    Row 0 of the second trace comes after the last row of the first. To join the parts of one batch that different ranks
-    recorded, use `merge_traces`.
+    Row 0 of the second trace comes after the last row of the first. `merge_traces` joins the parts that different ranks
+    recorded of a batch.
 
     The result has the metadata that every trace has. A trace without sequence_lengths counts as one sample; a trace with
     lengths () has no samples and changes nothing.
@@ -84,7 +84,7 @@ def merge_traces(
 
     Args:
         parts: rows 0..N_i-1 of the same batch, replay_mask False where a part saw no route; each has some of the layers.
-            A part with fewer rows than another saw nothing of the last ones.
+            A part with fewer rows than another did not see the last ones.
         allow_gaps: a row that was recorded in only some layers, or that no part has, gets no route instead of
             raising.
         names: names of the parts in messages. Default: "part 0", "part 1", ...
@@ -142,7 +142,7 @@ def merge_traces(
 
 def _check_list(traces: Sequence[RoutingTrace], attempt: str) -> None:
     if isinstance(traces, RoutingTrace) or not traces:
-        given = "one trace by itself" if isinstance(traces, RoutingTrace) else "no traces"
+        given = "a single trace" if isinstance(traces, RoutingTrace) else "no traces"
         raise TraceError(f"MRR107: cannot {attempt} {given}: give a list, at least one is needed.")
 
 
@@ -171,10 +171,10 @@ def _check_same(
 def _check_no_gaps(
     parts: Sequence[RoutingTrace], names: Sequence[str], layer_numbers: tuple[int, ...], seen: Tensor, mask: Tensor
 ) -> None:
-    """Raise if a row has routes in some layers only (`seen` [num_tokens, layers]), or is known to no part."""
-    in_some = seen.any(dim=1) & ~mask
+    """Raise if a row has routes in some layers only (`seen` [layers, num_tokens] uint8), or is known to no part."""
+    in_some = seen.amax(dim=0).bool() & ~mask
     if bool(in_some.any()):
-        missing = (~seen[in_some]).sum(dim=0).tolist()
+        missing = (seen[:, in_some] == 0).sum(dim=1).tolist()
         layers = {number: count for number, count in zip(layer_numbers, missing) if count}
         having = [name for name, part in zip(names, parts) if not layers.keys().isdisjoint(part.layer_numbers)]
         raise TraceError(

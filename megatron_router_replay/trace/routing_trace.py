@@ -1,7 +1,7 @@
 """RoutingTrace: which experts every token used in every MoE layer, checked once when made.
 
 Token-major, as inference engines send it, so that samples concatenate with one copy and a micro-batch is one
-gather of whole rows. Nothing here is widened to int64; that is left to the router of one layer and one micro-batch.
+gather of whole rows. Ids stay narrow; each router widens those of its layer and micro-batch to int64.
 """
 
 from __future__ import annotations
@@ -322,8 +322,8 @@ class RoutingTrace:
         missing = [number for number in self.layer_numbers if number not in layer_numbers]
         if missing:
             raise TraceError(
-                f"MRR104: cannot renumber layers [{listed(self.layer_numbers)}]: the mapping says nothing of layer "
-                f"{missing[0]}. Name every layer, also those that keep their number."
+                f"MRR104: cannot renumber layers [{listed(self.layer_numbers)}]: the mapping has no number for "
+                f"layer {missing[0]}. Name every layer, also those that keep their number."
             )
         new = [as_integer("a layer number", layer_numbers[number]) for number in self.layer_numbers]
         # Layers are sorted by their numbers, whatever the mapping does to that.
@@ -416,7 +416,7 @@ class RoutingTrace:
     def _known_lengths(self) -> tuple[int, ...]:
         if self.sequence_lengths is None:
             raise TraceError(
-                "MRR105: this trace does not know its samples: make it with sequence_lengths=..., or cut it by "
+                "MRR105: this trace has no sample lengths: make it with sequence_lengths=..., or cut it by "
                 "trace.with_samples(lengths). trace.num_tokens counts its rows, trace.gather_rows takes some."
             )
         return self.sequence_lengths

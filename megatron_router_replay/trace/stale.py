@@ -49,7 +49,7 @@ def find_stale_rows(
     """Return the runs of equal rows that cannot be chance.
 
     Args:
-        indices: [num_tokens, num_layers, topk], of one sample, any integer dtype.
+        indices: [num_tokens, num_layers, topk] of a sample, any integer dtype.
         token_ids: [num_tokens].
         replay_mask: [num_tokens] bool; rows without a route end a run.
     """

@@ -33,7 +33,7 @@ from megatron_router_replay.mcore.batches.forwards import ModelForwards
 from megatron_router_replay.mcore.batches.inputs import ForwardInputs
 from megatron_router_replay.mcore.batches.lookup import RowLookup
 from megatron_router_replay.mcore.batches.samples import samples_of
-from megatron_router_replay.mcore.batches.segments import Partition
+from megatron_router_replay.mcore.batches.segments import CpPartition
 from megatron_router_replay.mcore.model.find import Models, as_chunks, find_routers, wrappers
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trainers.seams import bind
@@ -96,7 +96,7 @@ def audit(
     trace: RoutingTrace,
     *,
     padding_token_ids: Sequence[int] | None = None,
-    cp_partition_mode: Partition | None = None,
+    cp_partition_mode: CpPartition | None = None,
 ) -> Iterator[Findings]:
     """Compare the experts that routers use with a trace, by tokens.
 
@@ -210,7 +210,7 @@ class _WatchedChunk:
         module = self._levels[-1]
         self._is_entered, self._has_backward = True, torch.is_grad_enabled()
         try:
-            rows = self._lookup.find(module, inputs, "audit").rows
+            rows = self._lookup.locate(module, inputs, "audit").rows
         except (LayoutError, ReplayStateError) as error:
             if not self._findings.not_found:
                 _LOG.warning("audit: a forward is not compared: %s", error)

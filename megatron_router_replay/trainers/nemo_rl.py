@@ -93,9 +93,12 @@ def _add_tokens(message_log: list[dict[str, Any]], *, sample: int) -> None:
 def _keep_batch(original: Any, *args: Any, **kwargs: Any) -> Any:
     call = bind(original, *args, **kwargs)
     data = _newest["batch"] = call.arguments["data"]
-    if FIELD in data:  # NeMo-RL's own code gets routes as it has them, without ids
+    if FIELD in data:
         call.arguments["data"] = data = copy.copy(data)
-        data[FIELD] = token_layers.without(data[FIELD])
+        routes = data.pop(FIELD)
+        # Its own code would pack them for its own replay, and refuses to where a multimodal model packs inside.
+        if replayer.is_installed() and replayer.active().audits:
+            data[FIELD] = token_layers.without(routes)  # as it has them, without ids
     return original(*call.args, **call.kwargs)
 
 

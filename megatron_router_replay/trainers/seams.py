@@ -1,6 +1,7 @@
 """Hooks on a trainer's functions, by name: a function that is gone raises SeamError, so no hook is idle.
 
-`python -m megatron_router_replay.trainers.seams slime FOLDER` checks a checkout in seconds.
+`python -m megatron_router_replay.trainers.seams slime FOLDER` checks a checkout in seconds, and the Megatron-Core of the
+environment that it runs in.
 
 Source: PEP 451 for modules that are hooked as soon as they have been imported.
 """
@@ -21,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_router_replay.errors import SeamError
+from megatron_router_replay.errors import RouterReplayError, SeamError
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +220,7 @@ def source_of(text: str, name: str) -> str | None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the seams of a trainer's checkout; return the number of those that moved.
+    """Print the seams of a trainer's checkout, and whether this Megatron-Core can be replayed; return the number of faults.
 
     Args:
         arguments: the trainer's module here, as "slime", and the folder of the checkout.
@@ -244,8 +245,29 @@ def main(arguments: Sequence[str]) -> int:
         except SeamError as error:
             moved += 1
             print(f"MOVED     {error}")
+    can_replay = _check_megatron(trainer)
     print(f"{len(module_seams) - moved} of {len(module_seams)} as known")
-    return moved
+    return moved + (not can_replay)
+
+
+def _check_megatron(trainer: str) -> bool:
+    """Print whether the Megatron-Core that is imported here can be replayed; True where there is none."""
+    try:
+        core: Any = importlib.import_module("megatron.core")
+    except ModuleNotFoundError as error:
+        print(f"not here  Megatron-Core ({error}): run this in the environment of {trainer}'s workers")
+        return True
+    from megatron_router_replay.mcore.model import upstream
+
+    megatron = f"Megatron-Core {upstream.megatron_version()} in {core.__path__[0]}"
+    try:
+        upstream.check_version()
+        upstream.check_names(upstream.REQUIRED_SYMBOLS)
+    except RouterReplayError as error:
+        print(f"UNKNOWN   {megatron}: {error}")
+        return False
+    print(f"as known  {megatron}")
+    return True
 
 
 def _text_of(folder: str, module: str) -> str | None:

@@ -56,6 +56,8 @@ from megatron_router_replay.transport.plan import (
 )
 from megatron_router_replay.transport.timing import TransportTimes
 
+_BUCKET_BYTES = 32 << 20
+"""Of a message. All processes plan the same buckets."""
 _NUM_BUFFERS = 4
 """Buckets that a sender stages: while one is on the wire, the next is filled."""
 _WINDOW = 2
@@ -71,16 +73,14 @@ class RouteGroup:
     It is a rollout process with `sender`, a training rank with `place`. A `with` block joins and closes it.
 
     Args:
-        store: where the processes meet, see `open_store`.
+        store: where the processes meet, see `open_store`: a store for each transport.
         layout: of training; the same in all processes, or all raise.
         sender, num_senders: which rollout process this is, of how many. A batch has the samples of sender 0, then those of
             sender 1 and so on.
         place: of this training rank, `layout.place_of(rank)`.
-        name: of the transport, unique on its store; used once.
         group: a process group of all processes, rollout processes first, then training ranks in order; used by this
             transport alone, for example a dedicated one of NCCL. Default: one of gloo, made here.
         device: of the messages, and so of received traces: "cuda" for a group of NCCL.
-        bucket_bytes: the same in all processes. A sender stages at most four buckets, whatever the payload.
         timeout: for a batch to arrive everywhere once all processes have begun it, consumers of `stream` included.
         ready_timeout: for all processes to begin, at the start and with every batch: longer than a rollout. A process that
             was killed or stopped between batches ends the waits for it after 5 minutes; the log names it after one.
@@ -98,10 +98,8 @@ class RouteGroup:
         sender: int | None = None,
         place: Place | None = None,
         num_senders: int = 1,
-        name: str = "routes",
         group: Any = None,
         device: torch.device | str = "cpu",
-        bucket_bytes: int = 32 << 20,
         timeout: timedelta = timedelta(minutes=30),
         ready_timeout: timedelta = timedelta(hours=2),
         times: TransportTimes | None = None,
@@ -114,10 +112,8 @@ class RouteGroup:
                 f"MRR601: {sender=} and {place=}: a rollout process gives sender=, a training rank "
                 "place=layout.place_of(rank)."
             )
-        if bucket_bytes < 1 or not (isinstance(timeout, timedelta) and isinstance(ready_timeout, timedelta)):
-            raise TransportError(
-                f"MRR601: {bucket_bytes=} must be above 0, and {timeout=} and {ready_timeout=} a datetime.timedelta."
-            )
+        if not (isinstance(timeout, timedelta) and isinstance(ready_timeout, timedelta)):
+            raise TransportError(f"MRR601: {timeout=} and {ready_timeout=} must be a datetime.timedelta.")
         if sender not in (None, *range(num_senders)):
             raise TransportError(f"MRR601: there is no {sender=} of {num_senders=}: senders count from 0.")
         if place not in (None, *places):
@@ -127,17 +123,16 @@ class RouteGroup:
         self.layout, self.sender, self.place = layout, sender, place
         self.times = times or TransportTimes("training" if sender is None else "rollout")
         self._rank = num_senders + places.index(place) if place is not None else sender or 0
-        self._num_senders, self._bucket_bytes = num_senders, bucket_bytes
-        self._ready_timeout, self._device = ready_timeout, torch.device(device)
+        self._num_senders, self._ready_timeout = num_senders, ready_timeout
+        self._device = torch.device(device)
         if self._device.type == "cuda" and self._device.index is None:
             # The thread that sends a batch has its own current device.
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._sending: Future[None] | None = None
         members = [f"rollout process {number}" for number in range(num_senders)]
         members += [f"training rank {place}" for place in places]
-        self._connections = Connections(store, name, rank=self._rank, members=members, timeout=timeout, group=group)
-        terms = {"num_senders": num_senders, "bucket_bytes": bucket_bytes, **asdict(layout)}
-        self._connections.connect(terms, ready_timeout)
+        self._connections = Connections(store, rank=self._rank, members=members, timeout=timeout, group=group)
+        self._connections.connect({"num_senders": num_senders, **asdict(layout)}, ready_timeout)
         _open.add(self)
 
     def send(
@@ -262,12 +257,12 @@ class RouteGroup:
     def _send_batch(self, source: RowSource, header: dict[str, Any]) -> None:
         plan, sender_ends = self._begin(header)
         with self.times.measure("send"):
-            size = max(self._bucket_bytes, source.format.row_bytes())
+            size = max(_BUCKET_BYTES, source.format.row_bytes())
             staging = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(_NUM_BUFFERS)]
             # Tensor- and context-parallel ranks get their rows from the rank before them.
             first_ranks = list(plan)[:: self.layout.num_copies]
             rank_of = {place: rank for rank, place in enumerate(plan, self._num_senders)}
-            buckets = plan_buckets({place: plan[place] for place in first_ranks}, sender_ends, self._bucket_bytes)
+            buckets = plan_buckets({place: plan[place] for place in first_ranks}, sender_ends, _BUCKET_BYTES)
             under_way: deque[Transfer] = deque()
             for i, bucket in enumerate(bucket for bucket in buckets if bucket.sender == self.sender):
                 if i >= _NUM_BUFFERS:
@@ -290,7 +285,7 @@ class RouteGroup:
             plan, sender_ends = self._begin(None)
             part = plan[self.place]
             with self.times.measure("receive"):
-                buckets = plan_buckets({self.place: part}, sender_ends, self._bucket_bytes)
+                buckets = plan_buckets({self.place: part}, sender_ends, _BUCKET_BYTES)
                 largest = max((bucket.stop - bucket.start for bucket in buckets), default=0)
                 window = [part.format.empty(largest, device=self._device) for _ in range(_WINDOW)] if consume else []
                 whole = part.format.empty(0 if consume else part.num_rows, device=self._device)

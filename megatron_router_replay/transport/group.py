@@ -93,21 +93,20 @@ class Connections:
     """One process of a transport, from `connect` to `fail`.
 
     Args:
-        store: where the processes meet; a clone of it is used.
-        name: of the transport, used once on a store.
+        store: where the processes meet; a clone of it is used, by one transport.
         rank, members: of this process, and the name of each process in errors.
         timeout: for all messages of a batch.
         group: a process group of the same ranks. Default: one of gloo, made here.
     """
 
     def __init__(
-        self, store: Store, name: str, *, rank: int, members: Sequence[str], timeout: timedelta, group: Any = None
+        self, store: Store, *, rank: int, members: Sequence[str], timeout: timedelta, group: Any = None
     ) -> None:
         self.member = members[rank]
         self._rank, self._members, self._timeout = rank, members, timeout
         # A client of a store serves one call at a time, so this process's other calls do not wait for ours.
         self._store, self._beat_store = (
-            dist.PrefixStore(name, store.clone())  # type: ignore[attr-defined]
+            dist.PrefixStore("routes", store.clone())  # type: ignore[attr-defined]
             for _ in range(2)
         )
         self._store.set_timeout(_STORE_TIMEOUT)
@@ -133,7 +132,9 @@ class Connections:
         with self._raising_first_words("the store"):
             times_joined = self._store.add(f"joined/{self._rank}", 1)
         if times_joined > 1:
-            raise TransportError(f"MRR602: {self.member} is one too many: this name was used before, take a new one.")
+            raise TransportError(
+                f"MRR602: {self.member} is one too many: this store had a transport before. Serve a new store."
+            )
         self._beating.start()
         with self.failing_all():
             self._connect(json.dumps(terms), timeout)

@@ -13,17 +13,17 @@ import torch
 
 from megatron_router_replay.testing import ParallelSizes
 from megatron_router_replay.trainers import miles
-from tests.trainers import oracle, slime, small_model
-from tests.trainers.slime import SERVICES, train
+from tests.trainers import oracle, slime, small_model, vlms
+from tests.trainers.slime import train
 from tests.trainers.sources import Source
 from tests.trainers.stand_ins import trainer_imports
 
 SOURCE = Source(name="miles", packages=("miles", "miles_plugins"))
 
 
-def rollout_data(seed: int) -> dict[str, Any]:
+def rollout_data(seed: int, *, has_images: bool) -> dict[str, Any]:
     """What miles' rollout manager stores for a rank; its routes are arrays."""
-    box = oracle.rollout_box(seed)
+    box = oracle.rollout_box(seed) | ({"multimodal_train_inputs": vlms.images()} if has_images else {})
     box["rollout_routed_experts"] = [part.numpy() for part in box["rollout_routed_experts"]]
     return box | {"num_rollouts": [len(box["tokens"])], "num_microbatches": [4]}
 
@@ -43,7 +43,7 @@ def step(
         audits: miles' own replay is in the routers.
         plants: it gets one wrong row.
     """
-    with trainer_imports(folder, ("miles",), services=SERVICES), oracle.process():
+    with trainer_imports(folder, SOURCE.packages, services=slime.services(options)), oracle.process():
         from miles.backends.megatron_utils import actor, model, parallel
         from miles.backends.training_utils import data, log_utils
         from miles.backends.training_utils.parallel import set_parallel_state
@@ -53,6 +53,12 @@ def step(
             plugin = runpy.run_path(str(Path(folder, "miles_plugins/megatron_bridge/nemotron_h.py")))
             plugin["_install_nemotronh_hybrid_layer_shims"]()
             plugin["_install_mamba_model_loss_mask_shim"]()
+        if "vlm" in options:  # as miles' bridge does when it is imported
+            bridge = vlms.import_megatron_bridge()
+            from miles_plugins.models.qwen3_vl import install_qwen3_vl_packed_mrope_patch
+
+            install_qwen3_vl_packed_mrope_patch()
+            assert bridge.Qwen3VLModel._miles_qwen3_vl_thd_mrope_patched
         chunks = small_model.build(layout, **options)
         arguments = slime.args(layout, **{"qkv_format": "thd", "allgather_cp": False, **flags})
         arguments.pipeline_model_parallel_size = layout.pp_size
@@ -66,7 +72,8 @@ def step(
         model.DumperMegatronUtil = _NoDumper
         model.torch.cuda.mem_get_info = lambda device=None: (1, 1)  # there is memory
         # Services: the object store, the trackers of a rollout.
-        boxes = [rollout_data(i) for i in range(parallel.mpu.get_data_parallel_world_size())]
+        ranks = range(parallel.mpu.get_data_parallel_world_size())
+        boxes = [rollout_data(i, has_images="vlm" in options) for i in ranks]
         try:
             from miles.ray.rollout.train_data_conversion import process_rollout_data_shard
             from miles.utils.ft_utils.process_group_utils import GroupInfo

@@ -12,20 +12,21 @@ import typing_extensions
 
 from megatron_router_replay.testing import ParallelSizes
 from megatron_router_replay.trainers import nemo_rl
-from tests.trainers import oracle, small_model
+from tests.trainers import oracle, small_model, vlms
+from tests.trainers.slime import SERVICES
 from tests.trainers.sources import Source
 from tests.trainers.stand_ins import trainer_imports
 
 SOURCE = Source(name="nemo_rl", packages=("nemo_rl",))
-SERVICES = ("ray", "transformers", "wandb")
 LENGTH = 24  # of the padded batch
 PADDING = 318  # a token of no sample
 
 
-def batch(seed: int) -> dict[str, Any]:
+def batch(seed: int, *, has_images: bool = False) -> dict[str, Any]:
     """What the driver sends, made by its own functions from message logs: padded on the right; no route of a last token."""
     from nemo_rl.algorithms.grpo import add_grpo_token_loss_masks_and_generation_logprobs
     from nemo_rl.data.llm_message_utils import batched_message_log_to_flat_message
+    from nemo_rl.data.multimodal_utils import PackedTensor
 
     ids, routes = oracle.rollout(seed)
     logs = []
@@ -51,7 +52,12 @@ def batch(seed: int) -> dict[str, Any]:
         logs, pad_value_dict={"token_ids": PADDING}, make_sequence_length_divisible_by=LENGTH
     )
     shape = flat["token_ids"].shape
+    images = {
+        name: PackedTensor([each and each[name] for each in vlms.images()], dim_to_pack=0)
+        for name in ("pixel_values", "image_grid_thw")
+    }
     return {
+        **(images if has_images else {}),
         "input_ids": flat["token_ids"],
         "input_lengths": lengths,
         "routed_experts": flat["routed_experts"],
@@ -105,6 +111,7 @@ def step(
     """
     # Before Python 3.12, which NeMo-RL requires, pydantic needs the other TypedDict.
     newer = mock.patch.object(typing, "TypedDict", typing_extensions.TypedDict)
+    is_vlm = "vlm" in options
     with newer, trainer_imports(folder, SOURCE.packages, services=SERVICES), oracle.process():
         from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig, ClippedPGLossFn
         from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -141,7 +148,7 @@ def step(
         me.optimizer.grad_norms_by_group, me.optimizer.param_groups = {}, [None]
         me.timer = SimpleNamespace(start=lambda name: None, stop=lambda name: None)
         me.mcore_state = SimpleNamespace(straggler_timer=None)
-        me.delegate_pack_to_model = me.delegate_mtp_loss_mask_to_model = False
+        me.delegate_pack_to_model, me.delegate_mtp_loss_mask_to_model = is_vlm, False
         me.model_slices_context_parallel_inputs = me.defer_fp32_logits = False
         me.media_placeholder_token_id = me.draft_model = me.sampling_params = None
         me.should_disable_forward_pre_hook = me._first_train_step_forward_pre_hook_disabled = False
@@ -156,7 +163,7 @@ def step(
         def shard() -> Any:
             args: dict[str, Any] = {"max_tokens_per_microbatch": 32, "input_lengths_key": "input_lengths"}
             args["input_key"] = "input_ids"
-            whole = BatchedDataDict(batch(rank))
+            whole = BatchedDataDict(batch(rank, has_images=is_vlm))
             if flags.get("packs"):
                 args |= {"algorithm": "modified_first_fit_decreasing", "sequence_length_pad_multiple": 8}
                 return whole.shard_by_batch_size(1, sequence_packing_args=args)[0][0]

@@ -318,6 +318,8 @@ def watched(chunks: list[Any], route_of: dict[int, Tensor]) -> Iterator[Seen]:
             if torch._C._current_graph_task_id() != -1:
                 return
             tokens = seen.tokens(kwargs.get("input_ids", args[0] if args else None))
+            if hasattr(module, "tokens_of_layers"):  # a multimodal model, which may pack and split inside
+                tokens = module.tokens_of_layers(tokens, kwargs["attention_mask"], kwargs.get("packed_seq_params"))
             at = tokens.t().reshape(-1)  # s-major; tensor-parallel ranks share s
             now[:] = [at.chunk(tp_size)[tp_rank] if tp_size > 1 else at]
 

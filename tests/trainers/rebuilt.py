@@ -111,6 +111,7 @@ def add_grpo_token_loss_masks_and_generation_logprobs(message_logs):
 """,
     "nemo_rl/models/megatron/data.py": """
 def get_microbatch_iterator(data, cfg):
+    assert "routed_experts" not in data, "as NeMo-RL refuses routes where a multimodal model packs inside"
     return iter(())
 """,
     "nemo_rl/models/megatron/train.py": """

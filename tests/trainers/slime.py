@@ -13,12 +13,17 @@ import torch
 from megatron_router_replay.testing import ParallelSizes
 from megatron_router_replay.trainers import slime
 from tests.functional.mcore.cases import set_in_configs
-from tests.trainers import oracle, small_model
+from tests.trainers import oracle, small_model, vlms
 from tests.trainers.sources import Source
 from tests.trainers.stand_ins import Config, trainer_imports
 
-SOURCE = Source(name="slime", packages=("slime",))
+SOURCE = Source(name="slime", packages=("slime", "slime_plugins"))
 SERVICES = ("ray", "transformers", "wandb")
+
+
+def services(options: dict[str, Any]) -> tuple[str, ...]:
+    """Return the packages that get a stand-in; a vision tower is transformers' own."""
+    return tuple(name for name in SERVICES if name != "transformers" or "vlm" not in options)
 
 
 def args(layout: ParallelSizes, **options: Any) -> Config:
@@ -55,7 +60,7 @@ def args(layout: ParallelSizes, **options: Any) -> Config:
     )
 
 
-def rollout_data(seed: int, steps: int) -> dict[str, Any]:
+def rollout_data(seed: int, steps: int, *, has_images: bool) -> dict[str, Any]:
     """What slime's rollout manager puts into a rank's box."""
     try:
         from slime.observability.rollout_data_utils import tensorize_rollout_data_for_training as tensorize
@@ -63,6 +68,7 @@ def rollout_data(seed: int, steps: int) -> dict[str, Any]:
         from slime.ray.rollout import _tensorize_rollout_data_for_training as tensorize
 
     data = oracle.rollout_box(seed)
+    data |= {"multimodal_train_inputs": vlms.images()} if has_images else {}
     data |= {"global_batch_sizes": [len(data["tokens"]) // steps] * steps, "num_microbatches": [4 // steps] * steps}
     tensorize(data)
     return data
@@ -83,7 +89,8 @@ def step(
         audits: slime's own replay is in the routers.
         plants: it gets one wrong row.
     """
-    with trainer_imports(folder, ("slime",), services=SERVICES), oracle.process():
+    packages = ("slime", "slime_plugins")
+    with trainer_imports(folder, packages, services=services(options)), oracle.process():
         from slime.backends.megatron_utils import actor, data, model
         from slime.utils import data as slime_data
         from slime.utils.misc import Box
@@ -108,7 +115,10 @@ def step(
             set_in_configs(chunks, overlap_moe_expert_parallel_comm=True)  # whose own checks want bf16
         if audits:
             _install_own_replay(chunks, plants)
-        boxes = [Box(rollout_data(i, flags.get("steps", 1))) for i in range(actor.mpu.get_data_parallel_world_size())]
+        boxes = [
+            Box(rollout_data(i, flags.get("steps", 1), has_images="vlm" in options))
+            for i in range(actor.mpu.get_data_parallel_world_size())
+        ]
         return train(actor, arguments, chunks, boxes)
 
 

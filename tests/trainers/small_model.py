@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 from megatron_router_replay.testing import ParallelSizes
+from tests.functional.mcore.real_vlms import draw_parameters
 from tests.support.families import latent_projections
 from tests.support.tiny_gpt import build_tiny_gpt, tiny_gpt_config
 from tests.support.tiny_hybrid import build_tiny_hybrid
 from tests.trainers.oracle import EXPERTS, LAYERS, TOPK, VOCAB
 
 
-def build(layout: ParallelSizes, *, pattern: str | None = None, **options: Any) -> list[Any]:
+def build(
+    layout: ParallelSizes, *, pattern: str | None = None, vlm: Callable[..., list[Any]] | None = None, **options: Any
+) -> list[Any]:
     """Return this rank's chunks, in Megatron's DistributedDataParallel; layer 1 of 4 is dense.
 
     Args:
         pattern: of the 4 layers of a HybridModel; see `build_tiny_hybrid`.
+        vlm: of `vlms`, which returns the chunks of a multimodal model; gets the config and the layout.
     """
+    from megatron.core.enums import ModelType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     layout.initialize()
@@ -34,14 +40,19 @@ def build(layout: ParallelSizes, *, pattern: str | None = None, **options: Any) 
         **options,
     )
     with latent_projections() if "moe_latent_size" in options else nullcontext():
-        if pattern is None:
+        if vlm is not None:
+            chunks = vlm(config, layout)
+            for chunk in chunks:
+                chunk.model_type = ModelType.encoder_or_decoder  # as Megatron-Core's get_model sets it
+            draw_parameters(chunks)
+        elif pattern is None:
             chunks = build_tiny_gpt(config, layout, vocab_size=VOCAB, small_attention=True)
         else:
             chunks = build_tiny_hybrid(config, layout, pattern, vocab_size=VOCAB, small_attention=True)
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     ddp = DistributedDataParallelConfig(overlap_grad_reduce=False, use_distributed_optimizer=False)
-    return [DistributedDataParallel(config, ddp, chunk) for chunk in chunks]
+    return [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in chunks]
 
 
 def without_attention(chunks: list[Any]) -> None:

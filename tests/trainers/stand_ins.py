@@ -13,6 +13,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+import megatron
 import torch
 
 
@@ -131,7 +132,7 @@ def trainer_imports(folder: str, packages: Sequence[str], *, services: Sequence[
                     added.append((module, each))
         return module
 
-    import_, grad = builtins.__import__, torch.is_grad_enabled()
+    import_, grad, path = builtins.__import__, torch.is_grad_enabled(), megatron.__path__
     finder = _Finder(folder, packages)
     before = {name: module for name, module in sys.modules.items() if name.split(".")[0] in services}
     for name in before:
@@ -145,15 +146,25 @@ def trainer_imports(folder: str, packages: Sequence[str], *, services: Sequence[
         yield
     finally:
         torch.set_grad_enabled(grad)
-        builtins.__import__ = import_
+        builtins.__import__, megatron.__path__ = import_, path
         sys.meta_path.remove(finder)
         sys.path.remove(folder)
         for name, module in list(sys.modules.items()):
-            if isinstance(module, _Module) or name.split(".")[0] in (*packages, *services):
+            is_bridge = f"{name}.".startswith(
+                "megatron.bridge."
+            )  # which a multimodal case imports and a trainer patches
+            if isinstance(module, _Module) or is_bridge or name.split(".")[0] in (*packages, *services):
                 del sys.modules[name]
         sys.modules.update(before)
         for owner, name in added:
             delattr(owner, name)
+
+
+def remove_stand_ins(package: str) -> None:
+    """Let the modules of a package be imported from now on; what was imported from its stand-ins stays."""
+    for name, module in list(sys.modules.items()):
+        if isinstance(module, _Module) and f"{name}.".startswith(f"{package}."):
+            del sys.modules[name]
 
 
 @contextmanager

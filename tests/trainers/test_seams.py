@@ -1,14 +1,17 @@
 """Hooks on functions of modules that are imported now, later or never, and the check of a checkout."""
 
 import importlib.util
+import re
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
+from megatron import core as megatron_core
 
 from megatron_router_replay.errors import SeamError
 from megatron_router_replay.trainers import seams, slime
+from tests.support import miles_fork
 from tests.trainers import rebuilt
 from tests.trainers.sources import check_renames
 
@@ -72,6 +75,23 @@ def test_what_moved_is_counted_also_in_a_module_that_became_a_package(tmp_path, 
     out = capsys.readouterr().out
     assert "fill_routing_replay is gone: this slime is newer or older than the commits" in out
     assert out.endswith("\n4 of 5 as known\n")
+
+
+@pytest.mark.parametrize("fork", ["own", "miles-main", "unknown", "none"])
+def test_the_check_of_a_checkout_says_whether_this_megatron_can_be_replayed(fork, tmp_path, monkeypatch, capsys):
+    folder = rebuilt.write(tmp_path, rebuilt.SOURCES["miles"])
+    if fork == "none":  # a driver's environment
+        monkeypatch.setitem(sys.modules, "megatron.core", None)
+    elif fork != "own":
+        miles_fork.install(monkeypatch, fork)
+    faults = seams.main(["miles", folder])
+    *_, megatron, last = capsys.readouterr().out.splitlines()
+    says = {
+        "unknown": "UNKNOWN   Megatron-Core .*MRR402.* a fork",
+        "none": "not here  Megatron-Core .* miles's workers$",
+    }
+    assert re.match(says.get(fork, rf"as known  Megatron-Core {re.escape(megatron_core.__version__)} in /"), megatron)
+    assert (faults, last) == (fork == "unknown", "6 of 6 as known")
 
 
 def test_a_batch_without_a_field_is_named(trainer):

@@ -71,7 +71,7 @@ CALLS = {
         lambda p: mrr.replay(TRACE, torch.nn.Linear(1, 1)).__enter__(),
         "The arguments are swapped",
     ),
-    "concat_traces(trace)": (lambda p: mrr.concat_traces(TRACE), "cannot concatenate one trace by itself: give a list"),
+    "concat_traces(trace)": (lambda p: mrr.concat_traces(TRACE), "cannot concatenate a single trace: give a list"),
     "merge_traces(tensors)": (lambda p: mrr.merge_traces([TENSOR]), "cannot merge Tensor (number 0)"),
     "append(tensor)": (lambda p: mrr.engines.RoutingSegments().append(TENSOR), "cannot append a Tensor"),
     "decode(model=trace)": (lambda p: mrr.engines.vllm.decode(TENSOR, model=TRACE), "a model config is a dict, a path"),

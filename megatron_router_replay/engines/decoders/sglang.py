@@ -34,7 +34,7 @@ import numpy as np
 from megatron_router_replay.engines.decoder import Decoder
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.engines.options import DecodeOptions
-from megatron_router_replay.engines.payload import as_array, as_token_ids, parse_int32, read_start
+from megatron_router_replay.engines.payload import as_array, as_token_ids, parse_routes, read_start
 from megatron_router_replay.engines.reader import FIELDS, Reply, RequestFields
 from megatron_router_replay.engines.sample_rows import RowLayout, all_layers
 from megatron_router_replay.engines.tokens import SampleTokens
@@ -51,7 +51,7 @@ def raw_rows(reply: Reply, model: ModelRoutingInfo, tokens: SampleTokens) -> Row
     value, source = reply["routed_experts"], reply.source
     if isinstance(value, (str, bytes, bytearray, memoryview)):
         raw = value if isinstance(value, str) else bytes(value)
-        rows = parse_int32(raw, source=source, num_columns=model.num_layers, topk=model.topk)
+        rows = parse_routes(raw, source=source, num_columns=model.num_layers, topk=model.topk)
     else:
         rows = as_array(value, source=source)
     start = read_start(reply["start"], "routed_experts_start_len", source)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.layout.split import rows_for_router
+from megatron_router_replay.mcore.batches.forward_counts import ForwardCounts
 from megatron_router_replay.mcore.batches.forwards import ModelForwards
 from megatron_router_replay.mcore.batches.microbatch import Microbatch
-from megatron_router_replay.mcore.core.counts import Counts
 from megatron_router_replay.mcore.model.find import FoundRouter, wrappers
 
 
@@ -40,6 +40,7 @@ class Chunk:
         given: the micro-batch of the next forward, or of layers to come; None: there is none.
         current: the one that runs, or ran last; None: there was none, or its forward failed.
         num_begun: micro-batches so far, with those of forwards that failed.
+        counts: of the forwards that returned.
         digest: of the rows of all micro-batches that ended, in order, and their number.
     """
 
@@ -61,7 +62,7 @@ class Chunk:
         group = replayed_routers[0].router.tp_group
         self._tp_rank, self._tp_size = int(get_pg_rank(group)), int(get_pg_size(group))
         self._sequence_parallel = bool(self.config.sequence_parallel)
-        self.counts = Counts()  # of micro-batches, and of rows by kind
+        self.counts = ForwardCounts()
         self._microbatches: Any = None
         self._forwards = ModelForwards(
             self.levels,
@@ -78,7 +79,7 @@ class Chunk:
 
     @property
     def device(self) -> torch.device:
-        """The routers' device; asked in each forward, because a model may be moved within a session."""
+        """The routers' device; read in each forward, because a model may be moved within a session."""
         device: torch.device = self.replayed_routers[0].router.weight.device
         return device
 
@@ -157,7 +158,7 @@ class Chunk:
         """Return the micro-batch that was given, which begins.
 
         Args:
-            is_running: a forward of the module runs, until `leave`; False: its layers run outside of one.
+            is_running: a forward of the module runs, until `leave`; False: its layers run by themselves.
 
         Raises:
             ReplayStateError: none was given, or the last one has not reached every router.
@@ -197,7 +198,7 @@ class Chunk:
         if current is not None and self._is_running:
             raise ReplayStateError(
                 f"MRR407: {self._name}: one forward of the model called the router of {self._layers[position]} twice. A "
-                "micro-batch has one route for a token in a layer; layers that share a router cannot be told apart."
+                "micro-batch has one route for a token in a layer; layers that share a router cannot have different routes."
             )
         if self.given is None:
             self._raise_missing(self._layers[position])

@@ -1,7 +1,7 @@
-"""Compare the routes of samples with equal tokens: one computation with noise, or two of different inputs?
+"""Compare the routes of samples with equal tokens: the same inputs with noise, or different inputs?
 
 Engines round differently from run to run, and the samples of a rollout may be of several weight versions. Both move some of a
-token's experts. A different image behind equal placeholder tokens moves nearly all of them, over as many tokens as it has.
+token's experts. A different image under equal placeholder tokens moves nearly all of them, over as many tokens as it has.
 So experts are counted, not decisions, of which one in three may differ in a top-8 model after a training step; and over
 windows that an image fills.
 
@@ -40,7 +40,7 @@ def unlike(trace: RoutingTrace, first: int, other: int, count: int) -> str:
     shared = torch.stack([(one == two[:, :, k : k + 1]).any(dim=2) for k in range(trace.topk)]).sum(0).float()
     by_chance = trace.topk**2 / trace.num_experts
     starts = torch.arange(0, max(1, len(rows) - _WINDOW + _STEP), _STEP, device=rows.device)
-    starts.clamp_(max=max(0, len(rows) - _WINDOW))  # the last window is as long as the others
+    starts.clamp_(max=max(0, len(rows) - _WINDOW))  # the last window is no shorter
     positions = torch.arange(min(_WINDOW, len(rows)), device=rows.device)
     kinds, least = _kinds(one), _ALIKE * (len(positions) / _WINDOW) ** 0.5
     for some in torch.split(starts, _MOST_WINDOWS):

@@ -26,8 +26,8 @@ PLANNED = ("forward", "build_schedule_plan")
 class WrappedMethod:
     """A method of a module that calls back before and after it runs, until `remove`.
 
-    A direct call of the method counts, and every hook on the module has run by then. A copy of the module that was made
-    meanwhile runs its own method, without the calls.
+    A direct call of the method counts, and every hook on the module has run by then. A copy of the module that is made
+    before `remove` runs its own method, without the calls.
 
     Args:
         enter: gets the arguments and keywords of a call; returns whether `leave` shall be called when it ends.
@@ -85,10 +85,10 @@ class ModelForwards:
     of the models around the innermost one are kept while their forwards run, and one forward of it takes them.
 
     Args:
-        levels: the model and what it wraps, outermost first.
+        levels: the model and the models that it wraps, outermost first.
         begin: gets the inputs of a forward of the innermost model, before its layers run.
         end: gets `failed`, after a forward that has begun.
-        plan: gets the inputs of a call of `build_schedule_plan`, whose layers run later; None: these are not read.
+        plan: gets the inputs of a call of `build_schedule_plan`, before its layers run; None: these are not read.
         is_new: returns whether a call of now is a forward to be read; False for a recompute.
     """
 
@@ -102,13 +102,13 @@ class ModelForwards:
         is_new: Callable[[], bool],
     ) -> None:
         *around, self._module = levels
-        # DistributedDataParallel and its like pass on what they get, and do not name it.
+        # DistributedDataParallel and its like pass on all arguments, and name none.
         self._around = [each for each in around if "input_ids" in positional_names(type(each).forward)]
         self._begin, self._end, self._plan, self._is_new = begin, end, plan, is_new
         self._wrapped: list[WrappedMethod] = []
         self._decoder_hook: Any = None
         self._outer: list[ForwardInputs] = []  # of the forwards around the innermost model that run now
-        self._awaits_decoder: ForwardInputs | None = None  # of a forward whose decoder has not run yet
+        self._awaits_decoder: ForwardInputs | None = None  # of a forward before its decoder runs
 
     def wrap(self) -> None:
         """Begin to read forwards."""

@@ -2,7 +2,7 @@
 
 They are laid out alike where a model embeds its tokens. A later pipeline stage may get them as they were before packing; a
 multimodal model embeds them, merges its images in, packs them or splits them over context-parallel ranks, and calls its
-language model with the result. One hidden state stands for one token, in order, and padding fills the rest.
+language model with the result. Each token has one hidden state, in order, and padding fills the rest.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class ForwardTokens:
         segments: of the tokens.
         tokens: [total] int64, in their flat order.
         layout: the segments of the hidden states; the same object where they are laid out alike.
-        is_packed: (tokens, hidden states) are packed sequences, whose last segment is the rest of a row.
+        is_packed: (tokens, hidden states) are packed sequences; their last segment is the rest of a row.
         rank: of the context-parallel ranks that share the hidden states.
         kept: (first, one past the last, number) of the positions of each segment that an attention mask keeps, from its
             begin, [S] each; None: there is no mask.
         align: each sequence of hidden states may be filled up to a multiple of it, [S]; None: any number of positions of a
             sequence may be cut off or added, as a trainer does that gives a later stage its own tokens.
-        language_ids: [n] int64, the ids that the language model got beside embeddings on this rank; None: none.
+        language_ids: [n] int64, the ids that the language model got together with embeddings on this rank; None: none.
     """
 
     segments: Segments
@@ -101,7 +101,7 @@ class ForwardTokens:
         none = np.zeros_like(length)
         packs = self.is_packed == (False, True)  # rows become packed sequences
         if self.align is None:
-            # Whoever removes padding on the left moves the tokens to the front; rows of the same length stay as they are.
+            # Where padding on the left is removed, tokens move to the front; rows of the same length stay as they are.
             return start if packs or self.segments.total != self.layout.total else none
         if not packs:
             self._check_numbers(length, (self.layout.end - self.layout.begin)[: len(length)], self.align, where)
@@ -111,7 +111,7 @@ class ForwardTokens:
             if (start[stop > start] > 0).any():
                 raise LayoutError(
                     f"MRR201: {where}: rows of input_ids that are padded on the left are packed inside of the model. Give it "
-                    "attention_mask [b, s], which says what it keeps."
+                    "attention_mask [b, s], 0 on padding."
                 )
             # Without a mask, a model may also keep all positions.
             self._check_numbers(stop if (size < length).any() else length, size, align, where)
@@ -155,7 +155,7 @@ class ForwardTokens:
             raise LayoutError(
                 f"MRR203: {where}: the language model got token {int(self.language_ids[at])} where the tokens of the model "
                 f"around it have {int(own[at])} (position {at} of this rank, {int(differ.sum())} differ): it moves, drops or "
-                "exchanges tokens. Give rows [b, s] of what the language model gets, by session.microbatch(rows, model)."
+                "exchanges tokens. Give rows [b, s] of the language model's tokens, by session.microbatch(rows, model)."
             )
 
     def of_rank(self, values: Any) -> Tensor:

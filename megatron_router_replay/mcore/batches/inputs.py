@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megatron_router_replay.checks import as_integers
 from megatron_router_replay.errors import LayoutError, ReplayStateError
 from megatron_router_replay.mcore.batches.hidden_states import INSERTS, ForwardTokens, alignment
-from megatron_router_replay.mcore.batches.segments import Partition, Segments
+from megatron_router_replay.mcore.batches.segments import CpPartition, Segments
 from megatron_router_replay.mcore.core.streams import collective_device, to_host
 
 MAX_TOKEN = (1 << 31) - 1
@@ -38,7 +38,7 @@ class ForwardInputs:
         attention_mask: [b, s] integers or bool, 0: padding; None: not given, or of another shape.
         position_ids: [b, s] integers; None: not given, or of another shape.
         hidden: [s, b, h] that layers get; None: the call has none, so tokens are embedded as they are.
-        outer: the inputs of the model around this one, whose tokens `hidden` was made of; None: these are its own.
+        outer: the inputs of the model around this one, which made `hidden` of its tokens; None: these are its own.
         has_cache: it got a cache with the tokens before its own.
     """
 
@@ -150,7 +150,7 @@ class TokenReader:
         padding_token_ids: the tokens of padding, as integers of Python.
     """
 
-    def __init__(self, *, padding_token_ids: Sequence[int] | None, cp_partition_mode: Partition | None) -> None:
+    def __init__(self, *, padding_token_ids: Sequence[int] | None, cp_partition_mode: CpPartition | None) -> None:
         if cp_partition_mode not in (None, "zigzag", "contiguous"):
             raise LayoutError(f"MRR101: cp_partition_mode={cp_partition_mode!r} must be 'zigzag' or 'contiguous'.")
         self.padding_token_ids: tuple[int, ...] | None = None
@@ -192,7 +192,7 @@ class TokenReader:
         return Segments.of(shape, cu_seqlens, unpadded=unpadded, cp_size=size, partition=partition)
 
     def read(self, module: nn.Module, inputs: ForwardInputs, where: str) -> ForwardTokens:
-        """Return the tokens of a forward, on the host, and where they stand in its hidden states.
+        """Return the tokens of a forward, on the host, and their places in its hidden states.
 
         Where some of the inputs are on a GPU, the host waits for it once.
 
@@ -291,7 +291,7 @@ class TokenReader:
 
 
 class _Kind(NamedTuple):
-    """What the shapes of a forward say about its tokens, before the host has read them.
+    """The layout of a forward's tokens by their shapes, before the host has read them.
 
     Args:
         ids_shape, shape: [b, s] of the tokens, and of the hidden states.
@@ -321,7 +321,7 @@ class _Kind(NamedTuple):
         is_packed = inputs.cu_seqlens is not None
         is_alike = shape == ids_shape and was_packed == is_packed
         columns = ["input_ids"]
-        # A mask of another layout than the tokens says nothing.
+        # A mask of another layout than the tokens is ignored.
         if source.padding_mask is not None and source.padding_mask.numel() == source.input_ids.numel():
             columns.append("padding_mask")
         if source.attention_mask is not None:

@@ -1,10 +1,10 @@
 """Find the trace rows of a forward by the inputs of its model chunk, on the host.
 
 once a trace          samples_of        its samples, sorted by their tokens
-once a micro-batch    RowLookup.find    the call's tokens -> segments -> samples -> rows
+once a micro-batch    RowLookup.locate  the call's tokens -> segments -> samples -> rows
                       number_tokens     of a recording: the call's tokens -> segments -> new samples, numbered
 
-A segment is one sequence of a forward with its padding. A `Reading` says where in a segment the sample begins, how many of
+A segment is one sequence of a forward with its padding. A `Reading` has where in a segment the sample begins, how many of
 its tokens are known, and in which trace row the first one is.
 """
 
@@ -21,6 +21,7 @@ from megatron_router_replay.checks import warn
 from megatron_router_replay.errors import LayoutError, listed
 from megatron_router_replay.mcore.batches import misfit
 from megatron_router_replay.mcore.batches.equal_samples import unlike
+from megatron_router_replay.mcore.batches.forward_counts import ForwardCounts
 from megatron_router_replay.mcore.batches.inputs import (
     ForwardInputs,
     TokenReader,
@@ -34,7 +35,7 @@ from megatron_router_replay.mcore.batches.samples import (
     keys_of,
     samples_of,
 )
-from megatron_router_replay.mcore.batches.segments import Partition, Segments
+from megatron_router_replay.mcore.batches.segments import CpPartition, Segments
 from megatron_router_replay.trace import RoutingTrace
 
 
@@ -78,14 +79,14 @@ class RowLookup:
     Args:
         trace: of the session, with tokens and samples.
         padding_token_ids: the tokens of padding; None: not declared.
-        cp_partition_mode: how sequences are split over context-parallel ranks; None: as packed_seq_params says, else zigzag.
+        cp_partition_mode: how sequences are split over context-parallel ranks; None: that of packed_seq_params, else zigzag.
 
     Attributes:
         layout: facts of the layout of forwards so far, for which attention may see different tokens than the engine's.
     """
 
     def __init__(
-        self, trace: RoutingTrace, *, padding_token_ids: Sequence[int] | None, cp_partition_mode: Partition | None
+        self, trace: RoutingTrace, *, padding_token_ids: Sequence[int] | None, cp_partition_mode: CpPartition | None
     ) -> None:
         self._reader = TokenReader(padding_token_ids=padding_token_ids, cp_partition_mode=cp_partition_mode)
         self._padding = self._reader.padding_token_ids
@@ -93,7 +94,7 @@ class RowLookup:
         self._compared: set[Any] = set()
         self.layout: set[str] = set()
 
-    def find(self, module: nn.Module, inputs: ForwardInputs, where: str) -> RowInputs:
+    def locate(self, module: nn.Module, inputs: ForwardInputs, where: str) -> RowInputs:
         """Return the rows of a forward on this rank.
 
         RowInputs.token_ids is None where the tokens are laid out in another way than the hidden states.
@@ -115,7 +116,7 @@ class RowLookup:
         rows, padding = segments.rows(first, count, row, live)
         if len(segments.jumps) and _jumps_inside(rows, segments.jumps):
             raise LayoutError(
-                f"MRR206: {where}: position_ids restart or jump within the tokens of one sample, so this row holds "
+                f"MRR206: {where}: position_ids restart or jump within the tokens of a sample, so this row has "
                 "several sequences: give the model packed_seq_params."
             )
         positions = read.token_positions(first, first + count + live, where)
@@ -123,7 +124,7 @@ class RowLookup:
             rows=read.of_rank(_placed(rows, positions, -1)),
             token_ids=read.of_rank(tokens) if positions is None else None,
             padding=read.of_rank(padding) if (padding := _placed_padding(padding, positions)) is not None else None,
-            num_ambiguous=sum(each.is_ambiguous for each in readings),
+            counts=ForwardCounts(segments_ambiguous=sum(each.is_ambiguous for each in readings)),
         )
 
     def _read(self, segments: Segments, tokens: Any, where: str) -> list[Reading]:
@@ -223,7 +224,7 @@ class RowLookup:
         return None
 
     def _warn_of_tokens_in_front(self, segments: Segments, tokens: Any, readings: list[Reading], where: str) -> None:
-        """Warn if the same declared tokens stand in front of each sequence: a BOS token, or a second chat template.
+        """Warn if each sequence begins with the same declared tokens: a BOS token, or a second chat template.
 
         One token several times looks like padding.
         """
@@ -231,7 +232,7 @@ class RowLookup:
             self.layout.add(CUT)
         if segments.start is segments.begin and not any(each.start for each in readings):
             return
-        begins = segments.start if segments.may_pad else segments.begin  # what a mask hides is padding
+        begins = segments.start if segments.may_pad else segments.begin  # masked tokens are padding
         fronts = {
             tuple(tokens[begin : start + each.start].tolist())
             for begin, start, each in zip(begins.tolist(), segments.start.tolist(), readings)
@@ -254,7 +255,7 @@ class RowLookup:
 
 
 def _runs_differ(segments: Segments, tokens: Any, token: int) -> bool:
-    """Return if a token stands in different numbers in front of the sequences of a forward."""
+    """Return if the sequences of a forward begin with different numbers of a token."""
     others = np.append(np.flatnonzero(tokens != token), len(tokens))
     past = np.minimum(others[np.searchsorted(others, segments.begin)], segments.end)
     return len(np.unique(past - segments.begin)) > 1

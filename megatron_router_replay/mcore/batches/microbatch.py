@@ -1,4 +1,4 @@
-"""A micro-batch of a chunk: the routes of one forward."""
+"""A micro-batch of a chunk: the routes of a forward."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_router_replay.errors import ReplayStateError
+from megatron_router_replay.mcore.batches.forward_counts import ForwardCounts
 from megatron_router_replay.mcore.batches.upload import LayerRoutes
 from megatron_router_replay.mcore.core import tape
 from megatron_router_replay.mcore.core.streams import current_stream, to_device, wait_stream
@@ -37,7 +38,7 @@ class UsedExperts:
             if self.topk_indices is None:
                 num_tokens, topk = experts.shape
                 shape = num_tokens, self._num_layers, topk
-                with torch.inference_mode(False):  # what is made in that mode cannot be written to outside of it
+                with torch.inference_mode(False):  # an inference tensor cannot be written to outside of that mode
                     self.topk_indices = torch.empty(shape, dtype=self._dtype, device=experts.device)
                 self._stream = current_stream(experts.device)
             wait_stream(self._stream, self.topk_indices)
@@ -51,7 +52,7 @@ class Microbatch:
     Args:
         shape: (positions, sequences) of the tokens as this rank's routers get them, [s, b, h] without h.
         batch_shape: (b, s) of the tokens as this rank's model gets them.
-        counts: kind -> number; "rows", "live", "padding" and, of a replay, "repeated" rows and "ambiguous" segments.
+        counts: added to those of the chunk once the forward has returned.
         num_routers: routers of the chunk that route it.
         routes: the experts that they replay; None: they route live, for a recording.
         live_positions: [num_live] int64, positions of the rows that the live router decides, on the routers' device once the
@@ -72,7 +73,7 @@ class Microbatch:
 
     shape: tuple[int, int]
     batch_shape: tuple[int, int]
-    counts: dict[str, int]
+    counts: ForwardCounts
     num_routers: int
     routes: LayerRoutes | None = None
     live_positions: Tensor | None = None
@@ -113,7 +114,7 @@ class Microbatch:
         if tuple(shape) != expected and not (len(shape) == 1 and expected[1] == 1 and shape[0] == expected[0]):
             raise ReplayStateError(
                 f"MRR201: {where}, micro-batch {self.number}: the router routes tokens of [s, b] = {list(shape)} on "
-                f"this rank, the routes are for {list(expected)}: they must have the shape of what the model's layers get. A "
+                f"this rank, the routes are for {list(expected)}: they must have the shape of the tokens of its layers. A "
                 "model that inserts positions itself (several embeddings for one token) takes rows [b, s] of these, by "
                 "session.microbatch(rows, model)."
             )

@@ -11,13 +11,13 @@ _CHANCE = 8
 
 
 PADDED_LEFT = (
-    "padding stands in front of sequences: if attention sees it (no attention_mask hides it), no token has its routes"
+    "padding is in front of sequences: if attention sees it (no attention_mask hides it), no token has its routes"
 )
 CUT = (
     "position_ids alone separate the sequences of a row: give the model packed_seq_params, or an attention_mask of blocks, "
     "unless attention separates them already"
 )
-"""What the layout of a session's forwards may have done to all routes; see `RowLookup.layout`."""
+"""How the layout of a session's forwards may have made all routes wrong; see `RowLookup.layout`."""
 
 
 class Misfit(NamedTuple):
@@ -25,7 +25,7 @@ class Misfit(NamedTuple):
 
     Args:
         at: the position in the segment that it is about.
-        text: the code, what was seen, and what to do.
+        text: the code, the fault, and the remedy.
     """
 
     at: int
@@ -67,7 +67,7 @@ def no_sample(
         declared: the tokens of padding; None: not declared.
         lengths_known: the number of tokens is known, so there is no padding.
         may_pad_left: padding may precede the sequence.
-        runs_differ: in front of the sequences of this forward, its first token stands in different numbers.
+        runs_differ: the sequences of this forward begin with different numbers of its first token.
     """
     samples, at = names.samples, reading.start + reading.known
     rest = tokens[at : at + reading.live]
@@ -75,17 +75,16 @@ def no_sample(
     is_constant = run == len(rest)
     argument = f"padding_token_ids={[*(declared or ()), token]}"
     if not reading.known:
-        # A token of a second chat template, declared as padding, would be accepted, with routes of other prefixes.
-        may_pad = not lengths_known and (run > 1 or (may_pad_left and runs_differ))
-        return _no_beginning(
-            names, rest, at, run, argument, lengths_known=lengths_known, may_pad_left=may_pad_left, may_pad=may_pad
-        )
+        # Of tokens in front of a sample, declared as padding, a second chat template would be accepted, with routes of other
+        # prefixes. A packed sequence has no padding in front, but may be a single token of padding.
+        may_pad = (run > 1 or runs_differ) if may_pad_left else (is_constant and not lengths_known)
+        return _no_beginning(names, rest, at, run, argument, may_pad=may_pad, may_pad_left=may_pad_left)
     sample = names.of(reading.row)
     if is_constant and not lengths_known and (reading.is_whole or run > 1):
         whose = "all tokens" if reading.is_whole else f"the first {reading.known} tokens"
         return Misfit(
             at,
-            f"MRR207: token {token} stands {run} times to the end, behind {whose} of {sample}. If it is padding, say "
+            f"MRR207: token {token} comes {run} times at the end, after {whose} of {sample}. If it is padding, say "
             f"{argument}, or give the model padding_mask or unpadded cu_seqlens_q.",
         )
     padding = ""
@@ -98,12 +97,12 @@ def no_sample(
             following = names.of(samples.read(0, keys_of(rest[:known]), known, known).row)
             return Misfit(
                 at,
-                f"MRR206: it holds all {reading.known} tokens of {sample}, and {following} begins here: give the model "
-                f"packed_seq_params, whose cu_seqlens say where sequences begin.{padding}",
+                f"MRR206: it has all {reading.known} tokens of {sample}, and {following} begins here: give the model "
+                f"packed_seq_params with the cu_seqlens of its sequences.{padding}",
             )
         return Misfit(
             at,
-            f"MRR206: it holds all {reading.known} tokens of {sample}, and from position {reading.known} on (token {token}) "
+            f"MRR206: it has all {reading.known} tokens of {sample}, and from position {reading.known} on (token {token}) "
             f"more than one token that is no padding.{padding or ' If it is padding, give padding_mask.'}",
         )
     if reading.known <= _CHANCE and (inside := _inside(samples, tokens[reading.start :], reading.known)):
@@ -121,7 +120,7 @@ def _advice(tokens: Any, rest: Any, declared: tuple[int, ...], *, may_pad_left: 
 
     Args:
         tokens: of the sequence, [n].
-        rest: those behind its sample.
+        rest: those after its sample.
         may_pad_left: equal tokens in front may be padding, too.
     """
     ends = [int(tokens[0])] if may_pad_left and _run(tokens) > 1 else []
@@ -133,21 +132,13 @@ def _advice(tokens: Any, rest: Any, declared: tuple[int, ...], *, may_pad_left: 
 
 
 def _no_beginning(
-    names: Names,
-    tokens: Any,
-    at: int,
-    run: int,
-    argument: str,
-    *,
-    lengths_known: bool,
-    may_pad_left: bool,
-    may_pad: bool,
+    names: Names, tokens: Any, at: int, run: int, argument: str, *, may_pad: bool, may_pad_left: bool
 ) -> Misfit:
     samples, token = names.samples, int(tokens[0])
     known = samples.num_known(keys_of(tokens[run:]))
     begins = known > 1 or (known and known == len(tokens) - run)
-    if not lengths_known and (run == len(tokens) > 1 or (run > 1 and begins and may_pad_left)):
-        where = "fills it" if run == len(tokens) else f"stands {run} times in front of it"
+    if may_pad and (run == len(tokens) or (run > 1 and begins)):
+        where = "fills it" if run == len(tokens) else f"comes {run} times in front of it"
         return Misfit(
             at,
             f"MRR207: token {token} {where}, and no sample of the trace begins so. If it is padding, say {argument}, or give "
@@ -155,12 +146,12 @@ def _no_beginning(
         )
     if begins:
         row = samples.read(0, keys_of(tokens[run : run + known]), known, known).row
-        padding = f" If it is padding, say {argument}." if may_pad and may_pad_left else ""
+        padding = f" If it is padding, {f'say {argument}' if may_pad else 'give the model padding_mask'}."
         return Misfit(
             at,
-            f"MRR206: no sample of the trace begins with token {token}, but from the next one on it holds {names.of(row)}. "
+            f"MRR206: no sample of the trace begins with token {token}, but from the next one on it has {names.of(row)}. "
             "Is it a BOS token that the engine did not have? Then give the engine the same token ids, or leave it out in "
-            f"training: routes with and without it differ.{padding}",
+            f"training: routes with and without it differ.{padding if may_pad_left else ''}",
         )
     if inside := _inside(samples, tokens, 0):
         return Misfit(at, _cut_on_the_left(names, inside))
@@ -173,10 +164,10 @@ def _no_beginning(
 
 
 def _inside(samples: SortedSamples, tokens: Any, known: int) -> tuple[int, int] | None:
-    """Return the (sample, position) whose tokens a sequence begins with, more than `known` of them; None: there is none."""
+    """Return the (sample, position) of the tokens that a sequence begins with, more than `known`; None: there is none."""
     size = min(len(tokens), 2 * _CHANCE)
     while size > max(1, known):
-        if found := samples.find_inside(keys_of(tokens[:size])):
+        if found := samples.locate_inside(keys_of(tokens[:size])):
             return found
         size -= 1
     return None
@@ -196,7 +187,7 @@ def two_starts(names: Names, reading: Reading) -> Misfit:
     return Misfit(
         reading.start + reading.known,
         f"MRR206: tokens before {names.of(reading.row)} may be padding or may belong to another sample of the trace, which "
-        "also has them. Give the model padding_mask, or unpadded cu_seqlens_q beside cu_seqlens_q_padded.",
+        "also has them. Give the model padding_mask, or both unpadded cu_seqlens_q and cu_seqlens_q_padded.",
     )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_router_replay.checks import as_integers, as_mask
 from megatron_router_replay.errors import LayoutError
+from megatron_router_replay.mcore.batches.forward_counts import ForwardCounts
 from megatron_router_replay.mcore.core.streams import to_host
 
 
@@ -21,22 +22,20 @@ class RowInputs:
         rows: [b, s] int64.
         token_ids: [b, s] int64; None: not given.
         padding: [b, s] bool; None: not given.
-        num_ambiguous: segments that several samples fit; 0 of rows by hand.
+        counts: those that finding or checking the rows made.
         lengths: [S] int64, tokens of each sample that a recording numbers itself; None: rows by hand, or of a trace.
 
     Attributes:
         lowest, highest: of the rows; 0 and -1 if there are none.
-        num_repeated: rows by hand that a replay was given again in this forward.
     """
 
     rows: Tensor
     token_ids: Tensor | None
     padding: Tensor | None
-    num_ambiguous: int = 0
+    counts: ForwardCounts = ForwardCounts()
     lengths: Tensor | None = None
     lowest: int = field(init=False)
     highest: int = field(init=False)
-    num_repeated: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         values = self.rows.numpy()  # faster than torch with as few as a batch has
@@ -57,8 +56,8 @@ class RowInputs:
             highest = torch.iinfo(rows.dtype).max
             if bool((rows.to(torch.int64) == highest).any()):
                 raise LayoutError(
-                    f"MRR201: rows are {rows.dtype} and hold {highest}, which a -1 becomes there: padding "
-                    "cannot be told from that row. Give a signed dtype."
+                    f"MRR201: rows are {rows.dtype} and have {highest}, which a -1 becomes there: it may be "
+                    "padding or that row. Give a signed dtype."
                 )
         tokens = None if token_ids is None else as_integers(token_ids, "token_ids")
         mask = None if padding is None else as_mask(padding, "padding")

@@ -65,7 +65,7 @@ PADDING_ALONE = Reading(0, 0, -1, 0)
 
 
 class SortedSamples:
-    """The samples of a trace in the order of their tokens; of equal ones, those that lack fewer routes come first.
+    """The samples of a trace in the order of their tokens; of equal ones, those with more routes come first.
 
     Args:
         token_ids: [n] integers of 0 to 2 ** 31 - 1.
@@ -106,7 +106,7 @@ class SortedSamples:
         return self._leading_runs[padding]
 
     def read_plain(self, start: int, key: bytes, real: int, doubt: int) -> Reading | None:
-        """Return the Reading of a sequence that is the beginning of one sample and of no other; None: `read` must tell.
+        """Return the Reading of a sequence that is the beginning of a single sample; None: call `read`.
 
         Args:
             start, key, real, doubt: as for `read`.
@@ -117,7 +117,7 @@ class SortedSamples:
         if not found.startswith(own) or after.startswith(own) or not real:
             return None
         if len(key) > len(own) and found.startswith(key[: len(own) + _BYTES]):
-            return None  # it goes on with the tokens of padding
+            return None  # it continues with the tokens of padding
         if doubt < real and first and self._keys[first - 1].startswith(own[: _BYTES * doubt]):
             return None  # a shorter one may end where padding may begin
         return Reading(start, real, self._places[first][1], 0, len(found) == len(own), first, first + 1)
@@ -177,8 +177,8 @@ class SortedSamples:
             rivals.append((begin, stop))
         return [rival for rival in rivals if rival[0] != reading.row]
 
-    def find_inside(self, key: bytes) -> tuple[int, int] | None:
-        """Return the first (sample, position above 0) where the tokens of a key stand, None: nowhere; for an error."""
+    def locate_inside(self, key: bytes) -> tuple[int, int] | None:
+        """Return the first (sample, position above 0) with the tokens of a key, None: there is none; for an error."""
         for own, (_, begin) in zip(self._keys, self._places):
             at = own.find(key, 1)
             while at > 0 and at % _BYTES:

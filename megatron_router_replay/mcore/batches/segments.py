@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_router_replay.checks import shown
 from megatron_router_replay.errors import LayoutError
 
-Partition = Literal["zigzag", "contiguous"]
+CpPartition = Literal["zigzag", "contiguous"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,14 +24,14 @@ class Segments:
     """The segments of a forward, [S] int64 flat positions each.
 
     Args:
-        shape: [b, s] of one rank's input_ids.
+        shape: [b, s] of a rank's input_ids.
         begin, end: of each segment; segments follow one another. Of packed sequences, the last one is the rest of the row.
         start, stop: of its tokens, where their number is known; else begin and end. All of the rest is padding.
         lengths_known: the number of tokens is known, from a mask or from unpadded cu_seqlens.
-        may_pad: declared padding may stand inside of them, because an attention mask gave their number.
+        may_pad: declared padding may be inside of them, because an attention mask gave their number.
         searches_left: padding of unknown length may precede the tokens.
         flat: [cp_size, n] int64, the flat position of each position of each rank; None: one rank has all, in order.
-        jumps: flat positions whose position id does not follow the one before, and that begin no segment.
+        jumps: flat positions with a position id that does not follow the one before, and that begin no segment.
         is_cut: position ids cut rows of the batch.
     """
 
@@ -55,7 +55,7 @@ class Segments:
         *,
         unpadded: Any = None,
         cp_size: int = 1,
-        partition: Partition = "zigzag",
+        partition: CpPartition = "zigzag",
     ) -> Segments:
         """Return the Segments of a forward.
 
@@ -67,7 +67,7 @@ class Segments:
                 everywhere: some trainers pass the padded one twice.
 
         Raises:
-            LayoutError: cu_seqlens are not of one row, reach beyond it, or split a sequence unevenly; or unpadded are of
+            LayoutError: cu_seqlens are not of a single row, reach beyond it, or split a sequence unevenly; or unpadded are of
                 another number of sequences, or longer.
         """
         length, total = shape[1] * cp_size, shape[0] * shape[1] * cp_size
@@ -214,7 +214,9 @@ def _check_lengths(unpadded: Any, padded: Any) -> None:
         )
 
 
-def _flat_positions(bounds: Any, shape: tuple[int, int], cp_size: int, partition: Partition, *, is_packed: bool) -> Any:
+def _flat_positions(
+    bounds: Any, shape: tuple[int, int], cp_size: int, partition: CpPartition, *, is_packed: bool
+) -> Any:
     """Return the flat positions of each rank, [cp_size, n].
 
     Args:

@@ -24,11 +24,11 @@ from megatron_router_replay.mcore.core.streams import current_stream, wait_strea
 from megatron_router_replay.mcore.judge.blocks import EVIDENCE
 from megatron_router_replay.mcore.judge.verdict import (
     WARN,
+    Anomaly,
     ComparedLayer,
-    Finding,
-    RankJudgement,
+    RankEvidence,
     Sums,
-    judged,
+    agreement_by_layer,
 )
 from megatron_router_replay.trace import RoutingTrace
 
@@ -56,7 +56,7 @@ class LiveAgreement:
 
     layers: Mapping[int, Sums]
     num_layers: int
-    block: Finding = Finding()
+    block: Anomaly = Anomaly()
     rows_apart: int = 0
     layout: Collection[str] = ()
 
@@ -67,9 +67,9 @@ class LiveAgreement:
         return sums.agreement if sums.rows else None
 
     @property
-    def judged(self) -> dict[int, float]:
+    def by_layer(self) -> dict[int, float]:
         """Layer number -> agreement, of those with enough evidence."""
-        return judged(self.layers)
+        return agreement_by_layer(self.layers)
 
     def to_dict(self) -> dict[str, float | None]:
         """Return the numbers to plot."""
@@ -77,14 +77,14 @@ class LiveAgreement:
             return {}
         return {
             "agreement": self.all_layers,
-            "agreement_least_layer": min(self.judged.values(), default=None),
+            "agreement_least_layer": min(self.by_layer.values(), default=None),
             "block_evidence": self.block.evidence,
             "rows_apart": self.rows_apart,
         }
 
     def low(self) -> list[tuple[str, str, str]]:
         """Return the facts that look wrong: (name, value, remark) of each."""
-        number, value = min(self.judged.items(), key=lambda each: each[1], default=(0, 1.0))
+        number, value = min(self.by_layer.items(), key=lambda each: each[1], default=(0, 1.0))
         remark = f"layer {number}: {'; '.join(sorted(self.layout)) or 'routes of older weights, or of other rows?'}"
         facts = [("least layer", f"{value:.0%}", remark)] if value < WARN else []
         if self.block.evidence >= EVIDENCE:
@@ -94,10 +94,10 @@ class LiveAgreement:
     def __str__(self) -> str:
         if self.all_layers is None:
             return "the live router was compared in no row"
-        if not self.judged:
-            return f"too few routes were compared to judge any of {self.num_layers} layers"
-        judged = f"{len(self.judged)} of {self.num_layers} layers judged"
-        return f"the live router agrees with {self.all_layers:.1%} of the trace's routes beyond chance ({judged})"
+        if not self.by_layer:
+            return f"too few routes were compared in any of {self.num_layers} layers"
+        layers = f"{len(self.by_layer)} of {self.num_layers} layers have enough evidence"
+        return f"the live router agrees with {self.all_layers:.1%} of the trace's routes beyond chance ({layers})"
 
 
 class Agreement:
@@ -215,7 +215,7 @@ class Agreement:
         """Return what this rank publishes at the end of the session; waits for the device once."""
         if self._summary is None:
             replica, sharing, owner = self._row_sharing
-            judgement = RankJudgement(
+            evidence = RankEvidence(
                 self._on_host(),
                 topk=self.topk,
                 num_experts=self.num_experts,
@@ -224,12 +224,13 @@ class Agreement:
             )
             self._summary = {
                 "replica": replica,
-                "layers": judgement.sums,
-                "findings": sorted(judgement.findings, reverse=True)[:4],
-                "parts": judgement.parts(owner) if sharing > 1 else [],  # a block may lie on several ranks
-                "rows_apart": judgement.rows_apart,
+                "layers": evidence.sums,
+                "anomalies": sorted(evidence.anomalies, reverse=True)[:4],
+                # A block may lie on several ranks.
+                "shared_blocks": evidence.shared_blocks(owner) if sharing > 1 else [],
+                "rows_apart": evidence.rows_apart,
                 "trace": self._trace_name(),
-                "wrong_rows": judgement.wrong_rows,
+                "wrong_rows": evidence.wrong_rows,
                 "layout": sorted(self.layout),
             }
         return self._summary
@@ -264,11 +265,11 @@ class Agreement:
     def report(self) -> LiveAgreement:
         """Return the comparison so far; waits for the device."""
         summary = self.summary()
-        block = max(summary["findings"], default=Finding())
+        block = max(summary["anomalies"], default=Anomaly())
         return LiveAgreement(
             layers=summary["layers"],
             num_layers=self.num_layers,
-            block=Finding(*block),
+            block=Anomaly(*block),
             rows_apart=summary["rows_apart"],
             layout=summary["layout"],
         )

@@ -11,6 +11,8 @@ there and not further away, so an expert *outside* is evidence that the row has 
 Tokens repeat, and a loop of tokens at a near-tie flips in every turn. Rows have the same *kind* if the live router ranks the
 same two experts first. All rows of a kind together add no more to a block than a single row may.
 
+The package's docstring has a table of all limits.
+
 Source: E. S. Page, Continuous Inspection Schemes, Biometrika 41, 1954.
 """
 
@@ -29,12 +31,13 @@ LEAST_NOISE, LEAST_CHANCE = 0.02, 0.02
 """The least share of right experts that is taken to be outside, and of random experts that is taken to be inside."""
 NOISE_ROWS, NOISE_WINDOWS = 32, 8
 """Rows of a window in which noise is measured; a weight version with fewer windows has the noise of all rows."""
-LEAST_APART, NUM_APART = 0.005, 20
-"""Share and number of single rows without an expert inside, up to which they are noise."""
-EXPERT_NOISE, EXPERT_EVIDENCE = 0.35, 20.0
-"""The most that a right expert is outside, and the evidence below which an expert does not count."""
-ALIKE_ROWS = 8.0
-"""Rows of a kind that count in full for a layer."""
+LEAST_APART, NUM_APART, APART_NOISE = 0.005, 20, 30.0
+"""Share and number of single rows without an expert inside, up to which they are noise; and by how much more often than
+independent noise all experts of a row are outside together."""
+EXPERT_NOISE, EXPERT_EVIDENCE, MOST_CHANCE = 0.35, 20.0, 0.5
+"""The most that a right expert is outside, the evidence below which an expert does not count, and the most of its chance."""
+ALIKE_ROWS, FEW_EXPERTS = 8.0, 600.0
+"""Rows of a kind that count in full for a layer; `FEW_EXPERTS / num_experts**2` of them, where that is more."""
 MOST_BLOCKS = 256
 """Blocks of a layer above which the search ends."""
 
@@ -86,7 +89,7 @@ class ComparedRows:
     def _weights(self) -> Array:
         """Return [n]: the rows of a kind weigh as much as `ALIKE_ROWS` of them, or as more where experts are few."""
         number = np.bincount(self.kinds + 1, minlength=1)
-        most = max(ALIKE_ROWS, 600 / self.num_experts**2)
+        most = max(ALIKE_ROWS, FEW_EXPERTS / self.num_experts**2)
         of_kinds = np.minimum(1, most / np.maximum(1, number))
         of_kinds[0] = 0
         return of_kinds[self.kinds + 1]
@@ -148,7 +151,7 @@ class ComparedRows:
         # Noise is that of right rows. Few rows with routes of different tokens have half of their experts inside.
         right = self.counts & (2 * self.outside <= self.topk)
         noise = self.outside[right].mean() / self.topk if right.any() else 1.0
-        return apart, float(self.counts.sum() * max(LEAST_APART, 30 * noise**self.topk))
+        return apart, float(self.counts.sum() * max(LEAST_APART, APART_NOISE * noise**self.topk))
 
     def all_outside(self) -> Array:
         """Return [n] bool: no expert of the row is inside."""
@@ -159,7 +162,7 @@ class ComparedRows:
         of_microbatches = self.weight.sum(2)
         replayed, num_inside = of_microbatches.sum(0), self.weight[..., 1:].sum((0, 2))
         chance = (of_microbatches * self.chance).sum(0) / np.maximum(replayed, 1e-9)
-        chance = np.clip(chance, LEAST_CHANCE, 0.5)
+        chance = np.clip(chance, LEAST_CHANCE, MOST_CHANCE)
         ratio = (replayed - num_inside) * np.log((1 - chance) / EXPERT_NOISE)
         ratio += num_inside * np.log(chance / (1 - EXPERT_NOISE))
         wrong = np.flatnonzero(ratio > EXPERT_EVIDENCE)  # ids that were exchanged are two at least
@@ -186,7 +189,7 @@ def highest_rises(ratios: Array) -> Array:
     return (total - np.minimum(0, np.minimum.accumulate(total, axis=1))).max(1, initial=0.0)
 
 
-def find_blocks(ratios: Array, kinds: Array) -> list[Block]:
+def clearest_blocks(ratios: Array, kinds: Array) -> list[Block]:
     """Return disjoint blocks of rows that rise, by evidence, the most first: all that raise, and the highest that does not.
 
     Args:

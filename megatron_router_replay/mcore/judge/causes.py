@@ -14,6 +14,8 @@ MOST_MOVED = 128
 """The most tokens by which a moved stream is searched for."""
 MOST_EQUAL = 1024
 """The most rows with equal routes among which the source of a row is searched for."""
+ONE_ROW = 0.8
+"""Share of a block's rows that are one row in a stale capture."""
 CLEAR, CLEARLY_MORE = 0.6, 0.25
 """Share of a block's rows that a cause must explain, and how much more than the next cause of its kind."""
 
@@ -28,7 +30,7 @@ def cause_of(trace: RoutingTrace, rows: Any) -> str:
     block = routes[rows].reshape(len(rows), -1).cpu().numpy()
     different, number = np.unique(block, axis=0, return_counts=True)
     most = different[number.argmax()]
-    if number.max() >= 0.8 * len(rows) and len(rows) > 2:
+    if number.max() >= ONE_ROW * len(rows) and len(rows) > 2:
         by_layer = np.sort(most.reshape(trace.num_layers, trace.topk), axis=1)
         what = f"{number.max()} of these {len(rows)} rows are one and the same row"
         if (by_layer == np.arange(trace.topk)).all():

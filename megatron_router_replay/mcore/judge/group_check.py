@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_router_replay.errors import ReplayStateError
+from megatron_router_replay.mcore.batches.forward_counts import ForwardCounts
 from megatron_router_replay.mcore.judge.report import share_of
-from megatron_router_replay.mcore.judge.verdict import judge, published
+from megatron_router_replay.mcore.judge.verdict import group_verdict, published
 
 _LOG = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class RankSummary(NamedTuple):
     Args:
         at_fault: this rank raises in any case.
         chunks: model chunks with routers that take micro-batches.
-        rows_replayed, rows_live, rows_padding: as in the report.
+        counts: of the forwards of all chunks.
         options: of a replay, the same on all ranks: min_replayed, min_agreement, wrong_routes; None: a recording.
         num_rows: the highest row that was given to a recording, plus 1.
         agreement: see `agreement.Agreement.summary`; its `published` part goes to the other ranks.
@@ -42,9 +43,7 @@ class RankSummary(NamedTuple):
 
     at_fault: bool = False
     chunks: int = 0
-    rows_replayed: int = 0
-    rows_live: int = 0
-    rows_padding: int = 0
+    counts: ForwardCounts = ForwardCounts()
     options: Any = None
     num_rows: int = 0
     agreement: Any = None
@@ -98,7 +97,7 @@ _keys: WeakKeyDictionary[Any, dict[str, _Keys]] = WeakKeyDictionary()
 
 
 class GroupCheck:
-    """Check of one session over a group. Every rank makes it where the session begins, in the same order of sessions.
+    """Check a session over a group. Every rank makes it where the session begins, in the same order of sessions.
 
     Args:
         group: None: all ranks of the job.
@@ -169,22 +168,31 @@ class GroupCheck:
         """Publish this rank's numbers, None if it failed. Return the result if this rank comes last."""
         self._published = True
         if self._store.add(self._key("arrived"), 1) < len(self.ranks):
-            self._store.set(self._key(self.rank), json.dumps(_compact(summary), separators=(",", ":")))
+            self._store.set(self._key(self.rank), json.dumps(_published(summary), separators=(",", ":")))
             return None
         others = [rank for rank in self.ranks if rank != self.rank]
         # Each of them has arrived, so its numbers are in the store, or will be in a moment.
         texts = map(json.loads, self._store.multi_get([self._key(rank) for rank in others]))
-        summaries = {rank: None if values is None else RankSummary(*values) for rank, values in zip(others, texts)}
+        summaries = {rank: _read(values) for rank, values in zip(others, texts)}
         result = _result(summaries | {self.rank: summary})
         self._store.set(self._key("result"), json.dumps(asdict(result)))
         self._store.delete_key(self._key("arrived"))
         return result
 
 
-def _compact(summary: RankSummary | None) -> RankSummary | None:
-    if summary is None or summary.agreement is None:
-        return summary
-    return summary._replace(agreement=published(summary.agreement))
+def _published(summary: RankSummary | None) -> Any:
+    """Return a summary as JSON values, None if the rank failed; `_read` is the inverse."""
+    if summary is None:
+        return None
+    agreement = None if summary.agreement is None else published(summary.agreement)
+    return summary._replace(counts=astuple(summary.counts), agreement=agreement)  # type: ignore[arg-type]
+
+
+def _read(values: Any) -> RankSummary | None:
+    if values is None:
+        return None
+    summary = RankSummary(*values)
+    return summary._replace(counts=ForwardCounts(*summary.counts))  # type: ignore[misc]
 
 
 def _result(summaries: Mapping[int, RankSummary | None]) -> GroupResult:
@@ -200,8 +208,8 @@ def _result(summaries: Mapping[int, RankSummary | None]) -> GroupResult:
     if options := next((each.options for each in everyone.values() if each.options), None):
         least_replayed, min_agreement, wrong_routes = options
         agreements = [each.agreement for each in everyone.values() if each.agreement]
-        wrong, little, wrong_rows = judge(agreements, min_agreement)
-        problems = judge_replay(everyone, least_replayed)
+        wrong, little, wrong_rows = group_verdict(agreements, min_agreement)
+        problems = replay_problems(everyone, least_replayed)
         if wrong_routes == "warn":
             little = wrong or little
         else:
@@ -209,7 +217,7 @@ def _result(summaries: Mapping[int, RankSummary | None]) -> GroupResult:
         if little:
             warnings["agreement"] = little[0]
     else:
-        problems = judge_recording(everyone)
+        problems = recording_problems(everyone)
     problems += stages_with_other_rows(everyone)
     if least_replayed != 0 and (text := ranks_without_forwards(everyone)):
         warnings["a rank without a forward"] = text
@@ -222,12 +230,10 @@ def _result(summaries: Mapping[int, RankSummary | None]) -> GroupResult:
     )
 
 
-def judge_recording(everyone: Mapping[int, RankSummary]) -> list[str]:
+def recording_problems(everyone: Mapping[int, RankSummary]) -> list[str]:
     """Return that no rank recorded anything, as a replay raises where nothing was replayed."""
     ranks = list(everyone.values())
-    if not any(each.chunks for each in ranks) or any(
-        each.rows_live or each.rows_padding or each.at_fault for each in ranks
-    ):
+    if not any(each.chunks for each in ranks) or any(each.counts.rows or each.at_fault for each in ranks):
         return []
     where = "this rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
     return [
@@ -244,12 +250,12 @@ def ranks_without_forwards(everyone: Mapping[int, RankSummary]) -> str:
     ran: dict[bool, list[int]] = {True: [], False: []}
     for rank, each in everyone.items():
         if each.chunks:  # a stage without routers has none
-            ran[bool(each.rows_replayed or each.rows_live or each.rows_padding)].append(rank)
+            ran[bool(each.counts.rows)].append(rank)
     if not ran[True] or not ran[False]:
         return ""
     return (
         f"ranks {_first(ran[False])} have routers and ran no forward inside their session, ranks {_first(ran[True])} did. "
-        "What they trained before or after it had no session: run the step inside the block on every rank. For a step in "
+        "Training before or after it had no session: run the step inside the block on every rank. For a step in "
         "which a rank may have no micro-batch, pass min_replayed=0."
     )
 
@@ -261,7 +267,7 @@ def _first(ranks: list[int], most: int = 8) -> str:
 def stages_with_other_rows(everyone: Mapping[int, RankSummary]) -> list[str]:
     """Return the pipeline stages whose forwards had other rows than those of the first stage."""
     if any(each.at_fault for each in everyone.values()):
-        return []  # whose forwards may be less; its own error says more
+        return []  # that rank may have fewer forwards, and its own error explains more
     pipelines: dict[int, list[tuple[int, int, Any]]] = {}
     for rank, summary in everyone.items():
         if summary.stage:
@@ -286,7 +292,7 @@ def stages_with_other_rows(everyone: Mapping[int, RankSummary]) -> list[str]:
     return problems[:4]
 
 
-def judge_replay(everyone: Mapping[int, RankSummary], least: float | None) -> list[str]:
+def replay_problems(everyone: Mapping[int, RankSummary], least: float | None) -> list[str]:
     """Return the problems of a replay over all ranks: one rank may rightly have no rows, or padding alone.
 
     Args:
@@ -296,9 +302,8 @@ def judge_replay(everyone: Mapping[int, RankSummary], least: float | None) -> li
     if len({json.dumps(each.options) for each in ranks}) > 1:
         return ["ranks replay with different min_replayed=, min_agreement= or wrong_routes=: give them all the same."]
     where = "this rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
-    replayed, live, padding = (
-        sum(getattr(each, name) for each in ranks) for name in ("rows_replayed", "rows_live", "rows_padding")
-    )
+    counts = ForwardCounts.total(each.counts for each in ranks)
+    replayed, live, padding = counts.rows_replayed, counts.rows_live, counts.rows_padding
     share = share_of(replayed, live)
     if share is not None and not replayed:
         return [

@@ -15,8 +15,8 @@ from megatron_router_replay.mcore.judge.blocks import (
     ROW_EVIDENCE,
     Block,
     ComparedRows,
+    clearest_blocks,
     evidence_of,
-    find_blocks,
     highest_rises,
     sums_of_kinds,
 )
@@ -25,12 +25,12 @@ from megatron_router_replay.mcore.judge.places import ComparedPlaces
 from megatron_router_replay.trace import RoutingTrace
 
 LEAST_DECISIONS, LEAST_TO_WARN = 128.0, 64.0
-"""Experts beyond chance from which on a layer is judged, and from which on a session warns of less than `min_agreement`."""
+"""Experts beyond chance from which on a layer may raise, and from which on a session warns of less than `min_agreement`."""
 WARN = 0.5
 """Agreement of a layer below which a session warns."""
-PART_EVIDENCE = 15.0
+SHARED_NOISE = 15.0
 """The most that the rows of a sample on one rank rise by noise; evidence above it adds up over the ranks that share it."""
-MOST_PARTS = 1024
+MOST_SHARED_BLOCKS = 1024
 """Samples of which a rank publishes parts."""
 MOST_RANGES = 4096
 """Ranges of wrong rows that a rank publishes."""
@@ -57,7 +57,7 @@ class Sums(NamedTuple):
         return max(-1.0, self.shared / max(self.most, 1e-9))
 
     @property
-    def judged(self) -> float | None:
+    def layer_agreement(self) -> float | None:
         """Agreement of rows or of kinds of rows, whichever is more; None: there is too little evidence."""
         return self.agreement_from(LEAST_DECISIONS)
 
@@ -72,7 +72,7 @@ class Sums(NamedTuple):
         return cls(float(rows.counts.sum()), *rows.shared(rows.number), *rows.shared(rows.weight))
 
 
-class Finding(NamedTuple):
+class Anomaly(NamedTuple):
     """Evidence of wrong rows, and a text that names the rows and their fault."""
 
     evidence: float = 0.0
@@ -99,7 +99,7 @@ class ComparedLayer(NamedTuple):
     loads: Tensor
 
 
-class Part(NamedTuple):
+class SharedBlock(NamedTuple):
     """The clearest block of a sequence on one of the ranks that share it.
 
     Args:
@@ -141,8 +141,8 @@ class _Layer:
         return f"layer {self.layers[0]}" if len(self.layers) == 1 else f"layers {', '.join(map(str, self.layers))}"
 
 
-class RankJudgement:
-    """The findings of a rank in the rows that it compared.
+class RankEvidence:
+    """The anomalies of a rank in the rows that it compared.
 
     Args:
         compared: each layer of a micro-batch, with its packed rows and loads as arrays.
@@ -152,7 +152,7 @@ class RankJudgement:
 
     Attributes:
         sums: by layer.
-        findings: faults that the evidence suggests.
+        anomalies: faults that the evidence suggests.
         rows_apart: single rows without an expert inside, over all layers.
         wrong_rows: rows of the trace that raise, as [first, stop].
     """
@@ -169,7 +169,7 @@ class RankJudgement:
         self._rank, self._trace = rank, trace
         self._topk, self._num_experts = topk, num_experts
         self.sums: dict[int, Sums] = {}
-        self.findings: list[Finding] = []
+        self.anomalies: list[Anomaly] = []
         self.rows_apart = 0
         self._wrong: list[Any] = []  # rows of the trace
         by_layer: dict[int, list[Any]] = {}
@@ -179,12 +179,12 @@ class RankJudgement:
             by_microbatch.setdefault(part[0].microbatch, []).append(part)
         self._rows: dict[int, ComparedRows] = {}
         self._of_number = {number: self._layer(number, parts) for number, parts in sorted(by_layer.items())}
-        self._judge_single_rows()
+        self._add_single_rows()
         for number in self._rows:
-            self._judge_experts(number)
+            self._add_experts(number)
         self._layers = [*self._of_number.values(), *self._sums_over_layers(by_layer, by_microbatch)]
         for layer in self._layers:
-            self._judge_blocks(layer)
+            self._add_blocks(layer)
 
     @property
     def wrong_rows(self) -> list[list[int]]:
@@ -242,7 +242,7 @@ class RankJudgement:
         return together
 
     # ---- faults
-    def _judge_single_rows(self) -> None:
+    def _add_single_rows(self) -> None:
         apart, noise = {}, {}
         for number, rows in self._rows.items():
             single, noise[number] = rows.apart()
@@ -257,13 +257,13 @@ class RankJudgement:
                 f"rank {self._rank}, {where}: {num_apart} single rows have no expert near the live router's choice, where "
                 f"near-ties give {most:.0f} at most: were rows overwritten before they were copied?"
             )
-            finding = Finding(EVIDENCE * num_apart / most, text)
-            self.findings.append(finding)
-            if finding.evidence >= EVIDENCE:
+            anomaly = Anomaly(EVIDENCE * num_apart / most, text)
+            self.anomalies.append(anomaly)
+            if anomaly.evidence >= EVIDENCE:
                 for number in numbers:
                     self._add_wrong(self._of_number[number], np.flatnonzero(self._rows[number].all_outside()))
 
-    def _judge_experts(self, number: int) -> None:
+    def _add_experts(self, number: int) -> None:
         wrong, evidence = self._rows[number].wrong_experts()
         if len(wrong):
             listed = ", ".join(map(str, wrong[:16].tolist())) + (", ..." if len(wrong) > 16 else "")
@@ -271,16 +271,16 @@ class RankJudgement:
                 f"rank {self._rank}, layer {number}: experts {listed} are hardly ever near the live router's choice where "
                 "they are replayed: physical ids of redundant experts in place of logical ones?"
             )
-            self.findings.append(Finding(evidence, text))
+            self.anomalies.append(Anomaly(evidence, text))
 
-    def _judge_blocks(self, layer: _Layer) -> None:
-        blocks = find_blocks(layer.ratios, layer.kinds)
+    def _add_blocks(self, layer: _Layer) -> None:
+        blocks = clearest_blocks(layer.ratios, layer.kinds)
         raising = [block for block in blocks if block.evidence >= EVIDENCE]
         for block in raising:
             self._add_wrong(layer, np.arange(block.first, block.stop))
         if blocks:
             more = f" ({len(raising)} such blocks)" if len(raising) > 1 else ""
-            self.findings.append(Finding(blocks[0].evidence, self._describe(layer, blocks[0]) + more))
+            self.anomalies.append(Anomaly(blocks[0].evidence, self._describe(layer, blocks[0]) + more))
 
     def _add_wrong(self, layer: _Layer, at: Any) -> None:
         if layer.places.rows is not None:
@@ -316,22 +316,22 @@ class RankJudgement:
         sums = [float(each.ratios[np.isin(each.places.rows, rows)].sum()) for each in others]
         return any(sums) and max(sums) <= 0
 
-    def parts(self, owner: int) -> list[Part]:
+    def shared_blocks(self, owner: int) -> list[SharedBlock]:
         """Return the blocks that may be too small for this rank alone, the clearest of each sequence."""
         found = []
         for layer in self._layers:
             for (name, first, stop), rise in zip(layer.places.sequences(), layer.rises()):
-                if rise <= PART_EVIDENCE:
+                if rise <= SHARED_NOISE:
                     continue
-                evidence, begin, end = find_blocks(layer.ratios[first:stop], layer.kinds[first:stop])[0]
-                if evidence > PART_EVIDENCE:
+                evidence, begin, end = clearest_blocks(layer.ratios[first:stop], layer.kinds[first:stop])[0]
+                if evidence > SHARED_NOISE:
                     block = Block(evidence, first + begin, first + end)
                     rows = slice(block.first, block.stop)
                     by_kind = sums_of_kinds(layer.ratios[rows], layer.kinds[rows])
                     ranges = _ranges(np.unique(layer.places.trace_rows(block)))[:MOST_RANGES]
                     name = f"{owner} {name} {layer.layers}"
-                    found.append(Part(name, evidence, by_kind, self._describe(layer, block), ranges))
-        return sorted(found, key=lambda each: -each.evidence)[:MOST_PARTS]
+                    found.append(SharedBlock(name, evidence, by_kind, self._describe(layer, block), ranges))
+        return sorted(found, key=lambda each: -each.evidence)[:MOST_SHARED_BLOCKS]
 
 
 def _ranges(rows: Any) -> list[list[int]]:
@@ -358,17 +358,17 @@ class Verdict(NamedTuple):
 
 
 def published(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of an `Agreement.summary` that `judge` reads: of 1,024 ranks, one reads all.
+    """Return the part of an `Agreement.summary` that `group_verdict` reads: of 1,024 ranks, one reads all.
 
-    A finding that does not raise is for the rank's own report, and of those that raise the clearest is told. Six digits of
+    An anomaly that does not raise is for the rank's own report, and of those that raise, the clearest is kept. Six digits of
     a sum are more than a threshold means.
     """
-    raising = [each for each in summary["findings"] if each[0] >= EVIDENCE]
+    raising = [each for each in summary["anomalies"] if each[0] >= EVIDENCE]
     layers = {number: [float(f"{value:.6g}") for value in sums] for number, sums in summary["layers"].items()}
-    return {**summary, "findings": [max(raising)] if raising else [], "layers": layers}
+    return {**summary, "anomalies": [max(raising)] if raising else [], "layers": layers}
 
 
-def judge(everyone: Sequence[Mapping[str, Any]], least: float) -> Verdict:
+def group_verdict(everyone: Sequence[Mapping[str, Any]], least: float) -> Verdict:
     """Return the faults of the routes of a group of ranks; all ranks compute the same.
 
     Args:
@@ -383,13 +383,13 @@ def judge(everyone: Sequence[Mapping[str, Any]], least: float) -> Verdict:
     for replica in sorted({summary["replica"] for summary in everyone}):
         ranks = [summary for summary in everyone if summary["replica"] == replica]
         sums = add_up((int(layer), unit) for summary in ranks for layer, unit in summary["layers"].items())
-        layers = judged(dict(sorted(sums.items())))
+        layers = agreement_by_layer(dict(sorted(sums.items())))
         for summary in ranks:
             if summary["wrong_rows"]:
                 verdict.wrong_rows.setdefault(summary["trace"], []).extend(summary["wrong_rows"])
-        findings = [Finding(*each) for summary in ranks for each in summary["findings"]]
-        findings += _add_parts(ranks, verdict)
-        raising = [each for each in findings if each.evidence >= EVIDENCE]
+        anomalies = [Anomaly(*each) for summary in ranks for each in summary["anomalies"]]
+        anomalies += _add_shared_blocks(ranks, verdict)
+        raising = [each for each in anomalies if each.evidence >= EVIDENCE]
         if num_low := sum(value < least for value in layers.values()):
             verdict.problems.append(
                 f"the live router agrees with the replayed routes by less than min_agreement={least} in {num_low} of "
@@ -417,7 +417,7 @@ def _little(sums: Mapping[int, Sums], layers: Mapping[int, float], least: float)
     """Return the agreement of layers that warn.
 
     Args:
-        layers: those with enough evidence to raise; the others of `sums` warn where they would raise with more.
+        layers: those with enough evidence to raise; further layers of `sums` warn where they would raise with more.
     """
     few = {layer: each.agreement_from(LEAST_TO_WARN) for layer, each in sums.items() if layer not in layers}
     little = {layer: value for layer, value in few.items() if value is not None and value < least}
@@ -425,33 +425,33 @@ def _little(sums: Mapping[int, Sums], layers: Mapping[int, float], least: float)
     return dict(sorted(little.items()))
 
 
-def _add_parts(ranks: Sequence[Mapping[str, Any]], verdict: Verdict) -> list[Finding]:
-    """Return findings of sequences over the ranks that share them; add the rows of those that raise to the verdict."""
-    by_name: dict[str, list[tuple[str, Part]]] = {}
+def _add_shared_blocks(ranks: Sequence[Mapping[str, Any]], verdict: Verdict) -> list[Anomaly]:
+    """Return anomalies of sequences over the ranks that share them; add the rows of those that raise to the verdict."""
+    by_name: dict[str, list[tuple[str, SharedBlock]]] = {}
     for summary in ranks:
-        for values in summary["parts"]:
-            part = Part(*values)
+        for values in summary["shared_blocks"]:
+            part = SharedBlock(*values)
             by_name.setdefault(part.name, []).append((summary["trace"], part))
-    findings = []
+    anomalies = []
     for parts in by_name.values():
         by_kind: dict[str, float] = {}
         for kind, value in (item for _, part in parts for item in part.by_kind.items()):
             by_kind[kind] = by_kind.get(kind, 0.0) + value
-        # Each rank sent its clearest block, so noise alone rises to PART_EVIDENCE on each.
-        chosen = PART_EVIDENCE * (len(parts) - 1)
-        finding = Finding(
+        # Each rank sent its clearest block, so noise alone rises to SHARED_NOISE on each.
+        chosen = SHARED_NOISE * (len(parts) - 1)
+        anomaly = Anomaly(
             evidence_of(by_kind.values()) - chosen, max((part.evidence, part.text) for _, part in parts)[1]
         )
-        findings.append(finding)
-        if finding.evidence >= EVIDENCE:
+        anomalies.append(anomaly)
+        if anomaly.evidence >= EVIDENCE:
             for trace, part in parts:
                 verdict.wrong_rows.setdefault(trace, []).extend(part.rows)
-    return findings
+    return anomalies
 
 
-def judged(layers: Mapping[int, Sums]) -> dict[int, float]:
+def agreement_by_layer(layers: Mapping[int, Sums]) -> dict[int, float]:
     """Return the agreement of layers with enough evidence."""
-    return {number: value for number, sums in layers.items() if (value := sums.judged) is not None}
+    return {number: value for number, sums in layers.items() if (value := sums.layer_agreement) is not None}
 
 
 def add_up(units: Iterable[tuple[Any, Iterable[float]]]) -> dict[Any, Sums]:

@@ -25,7 +25,7 @@ Replica = tuple[int, ...] | None
 """Data-parallel ranks of the samples in a trace; None: its rows are those of the whole batch."""
 
 
-class _Part(NamedTuple):
+class _PartHeader(NamedTuple):
     """The part of a rank, without its rows.
 
     Args:
@@ -46,7 +46,7 @@ def gather_trace(
 ) -> tuple[RoutingTrace, Replica]:
     """Return the recording of a batch by all ranks of a group, as `merge_traces(parts, allow_gaps=True)` joins it.
 
-    A collective. Each rank sends the rows that it knows to all, and needs memory for the whole and for 32 MB of messages.
+    A collective. Each rank sends its known rows to all, and needs memory for the whole and for 32 MB of messages.
     Samples of different replicas follow one another, and the parts of a replica have the same rows. If a rank of the group
     gave rows by hand, all rows are the whole batch's.
 
@@ -62,13 +62,13 @@ def gather_trace(
             of one replica, or two recorded one row differently.
     """
     ranks = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
-    mine: _Part | Exception
+    mine: _PartHeader | Exception
     try:
         if isinstance(trace, Exception):
             raise trace
         rows = known_rows(trace)
         routed = trace.gather_rows(rows)
-        mine = _Part(replica, trace.sequence_lengths, trace.num_tokens, TraceHeader.of(routed))
+        mine = _PartHeader(replica, trace.sequence_lengths, trace.num_tokens, TraceHeader.of(routed))
     except Exception as error:
         mine = error
     parts = raise_together(mine, _error_of_peers, group)
@@ -138,7 +138,7 @@ def _finished(
 
 
 def _views(message: Tensor, header: TraceHeader, count: int) -> dict[str, Tensor]:
-    """Return the values of `count` rows and their numbers, "rows", as views of one message of bytes."""
+    """Return the values of `count` rows and their numbers, "rows", as views of a message of bytes."""
     return {"rows": message[: 4 * count].view(torch.int32), **views_of_bytes(message[4 * count :], header, count)}
 
 
@@ -146,8 +146,8 @@ def _error_of_peers(ranks: list[int], text: str) -> TraceError:
     return TraceError(f"MRR422: cannot gather, because ranks {ranks} have no part: {text}")
 
 
-def _sample_lengths(ranks: Sequence[int], parts: Sequence[_Part]) -> dict[Any, tuple[int, ...]]:
-    """Return replica -> the lengths of its samples; a replica whose ranks recorded no forward is missing.
+def _sample_lengths(ranks: Sequence[int], parts: Sequence[_PartHeader]) -> dict[Any, tuple[int, ...]]:
+    """Return replica -> the lengths of its samples; a replica without a recorded forward is missing.
 
     Raises:
         TraceError: two ranks of a replica recorded other samples.

@@ -1,9 +1,9 @@
-"""The micro-batches of a session: found or given, used by the routers of a forward, counted, and judged with the group.
+"""The micro-batches of a session: found or given, used by the routers of a forward, counted, and checked with the group.
 
     give                          rows by hand, right before a forward
     on_forward                    a forward begins: its tokens find their rows, or are compared with those of rows by hand
     _routing_state, _on_routed    before and after a call of a router in a forward; a recompute reads its tape instead
-    finish                        the session's end: this rank's numbers, judged over the group
+    finish                        the session's end: this rank's numbers, checked over the group
 
 `record` and `replay` are its two classes.
 """
@@ -11,8 +11,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 from zlib import crc32
 
@@ -23,6 +22,7 @@ from megatron_router_replay.checks import warn
 from megatron_router_replay.errors import LayoutError, ReplayStateError
 from megatron_router_replay.layout.rows import count_differing_tokens
 from megatron_router_replay.mcore.batches.chunk import Chunk
+from megatron_router_replay.mcore.batches.forward_counts import ForwardCounts
 from megatron_router_replay.mcore.batches.inputs import ForwardInputs
 from megatron_router_replay.mcore.batches.microbatch import Microbatch
 from megatron_router_replay.mcore.batches.row_inputs import RowInputs
@@ -42,7 +42,7 @@ class Microbatches(ABC):
     Args:
         routers: of the session.
         chunks: those that take micro-batches, see `make_chunks`.
-        group_check: of the ranks that are judged together.
+        group_check: of the ranks that are checked together.
 
     Attributes:
         kind: of the session.
@@ -73,7 +73,7 @@ class Microbatches(ABC):
         """Check rows that were given by hand, and count them."""
 
     @abstractmethod
-    def find_rows(self, chunk: Chunk, inputs: ForwardInputs) -> RowInputs | None:
+    def locate_rows(self, chunk: Chunk, inputs: ForwardInputs) -> RowInputs | None:
         """Return the rows of a forward's tokens; None: they must be given by hand."""
 
     @abstractmethod
@@ -144,7 +144,7 @@ class Microbatches(ABC):
     def look_up_rows(self, chunk: Chunk, inputs: ForwardInputs) -> None:
         """Find the rows of a forward's tokens, unless rows were given by hand."""
         given = chunk.given
-        if (given is None or not given.is_by_hand) and (found := self.find_rows(chunk, inputs)) is not None:
+        if (given is None or not given.is_by_hand) and (found := self.locate_rows(chunk, inputs)) is not None:
             self._give(chunk, found, is_by_hand=False)
 
     def on_forward(self, chunk: Chunk, inputs: ForwardInputs) -> None:
@@ -237,7 +237,7 @@ class Microbatches(ABC):
     def on_done(self, chunk: Chunk, microbatch: Microbatch) -> None:
         """Count a micro-batch that every router has routed, after its forward returned."""
         self.keep(chunk, microbatch)  # first, because what finds no memory to be kept is not counted
-        chunk.counts.add(microbatches=1, **microbatch.counts)
+        chunk.counts += microbatch.counts
 
     # ---- the end
     def report(self, report: SessionReport) -> SessionReport:
@@ -253,14 +253,11 @@ class Microbatches(ABC):
         return replace(
             report,
             counted_at=first,
-            microbatches=_sum_counts("microbatches", chunks),
-            rows_repeated=_sum_counts("repeated", chunks),
-            segments_ambiguous=_sum_counts("ambiguous", chunks),
+            **asdict(ForwardCounts.total(chunk.counts for chunk in chunks)),
             agreement=None if agreement is None else agreement.report(),
             wrong_rows=None
             if agreement is None or self.result is None
             else agreement.wrong_rows(self.result.wrong_rows),
-            **_row_counts(chunks),
         )
 
     def problems(self) -> list[str]:
@@ -281,7 +278,7 @@ class Microbatches(ABC):
             at_fault=at_fault,
             chunks=len(self.chunks),
             stage=None if self._stage is None else [*self._stage, [chunk.digest for chunk in self.chunks]],
-            **_row_counts(self.chunks),
+            counts=ForwardCounts.total(chunk.counts for chunk in self.chunks),
             **self.summary(),
         )
         try:
@@ -301,15 +298,6 @@ def names_again(num_repeated: int) -> str:
         f"rows by hand name {num_repeated} rows of the trace again in one micro-batch. Do they restart in each sample? "
         "Row i of the trace is its token i, so the rows of a sample begin where those of the sample before it end"
     )
-
-
-def _sum_counts(name: str, chunks: Sequence[Chunk]) -> int:
-    return sum(chunk.counts[name] for chunk in chunks)
-
-
-def _row_counts(chunks: Sequence[Chunk]) -> dict[str, Any]:
-    rows, live, padding = (_sum_counts(name, chunks) for name in ("rows", "live", "padding"))
-    return {"rows_replayed": rows - live - padding, "rows_live": live, "rows_padding": padding}
 
 
 def make_chunks(routers: SessionRouters, missing: str) -> list[Chunk]:

@@ -14,11 +14,12 @@ from torch import Tensor
 from megatron_router_replay.checks import with_checked_options
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
 from megatron_router_replay.mcore.batches.chunk import Chunk
+from megatron_router_replay.mcore.batches.forward_counts import ForwardCounts
 from megatron_router_replay.mcore.batches.inputs import ForwardInputs, TokenReader
 from megatron_router_replay.mcore.batches.lookup import number_tokens
 from megatron_router_replay.mcore.batches.microbatch import Microbatch, UsedExperts
 from megatron_router_replay.mcore.batches.row_inputs import RowInputs, check_padding, check_range
-from megatron_router_replay.mcore.batches.segments import Partition
+from megatron_router_replay.mcore.batches.segments import CpPartition
 from megatron_router_replay.mcore.core.call import RoutingCall, TopKRequest
 from megatron_router_replay.mcore.core.streams import current_stream
 from megatron_router_replay.mcore.judge.group_check import GroupCheck
@@ -28,7 +29,7 @@ from megatron_router_replay.mcore.sessions.microbatches import Microbatches, mak
 from megatron_router_replay.mcore.sessions.routers import SessionRouters
 from megatron_router_replay.mcore.sessions.session import Session, open_session
 from megatron_router_replay.trace import RoutingTrace
-from megatron_router_replay.trace.ids import check_topk_indices, fill_unrouted, index_dtype
+from megatron_router_replay.trace.ids import check_topk_indices, empty_routes, fill_unrouted, index_dtype
 from megatron_router_replay.trace.rows import joined_rows, put_rows, take_rows
 from megatron_router_replay.trace.runs import neighbour_runs
 from megatron_router_replay.trace.values import as_sequence_lengths
@@ -93,7 +94,7 @@ class RecordedRoutes(Microbatches):
             # Of the whole batch: this rank may route a part of it. Last, because rows that were refused lengthen no trace.
             self._highest.append(inputs.highest)
 
-    def find_rows(self, chunk: Chunk, inputs: ForwardInputs) -> RowInputs | None:
+    def locate_rows(self, chunk: Chunk, inputs: ForwardInputs) -> RowInputs | None:
         """Return the tokens of a forward, numbered from 0 in the order of its samples; None: rows are given by hand."""
         if self.has_rows_by_hand:
             return None  # the chunk raises, because rows are missing
@@ -111,7 +112,7 @@ class RecordedRoutes(Microbatches):
         return Microbatch(
             shape=chunk.router_shape(shape),
             batch_shape=shape,
-            counts={"rows": num_rows, "live": num_rows - num_padding, "padding": num_padding},
+            counts=ForwardCounts(microbatches=1, rows_live=num_rows - num_padding, rows_padding=num_padding),
             num_routers=len(chunk.replayed_routers),
             rows=router_rows,
             token_ids=inputs.token_ids,
@@ -192,7 +193,7 @@ class RecordedRoutes(Microbatches):
             )
         layer_numbers = tuple(sorted(each.layer_number for chunk in self.chunks for each in chunk.replayed_routers))
         num_experts, topk = self._sizes
-        indices = torch.empty(length, len(layer_numbers), topk, dtype=index_dtype(num_experts))
+        indices = empty_routes(length, len(layer_numbers), topk, num_experts=num_experts)
         mask: Tensor | None = None
         for chunk, rows in zip(self.chunks, rows_of):
             columns = [layer_numbers.index(each.layer_number) for each in chunk.replayed_routers]
@@ -371,7 +372,7 @@ def record(
     model_chunks: Models,
     *,
     padding_token_ids: Sequence[int] | None = None,
-    cp_partition_mode: Partition | None = None,
+    cp_partition_mode: CpPartition | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> RecordSession:
     """Record which experts the model uses; `recording.trace()` returns them.
@@ -389,7 +390,7 @@ def record(
             that end in equal tokens, unless it gets unpadded `cu_seqlens_q`.
         cp_partition_mode: as for `replay`.
         group: the ranks that agree on the number of rows when the session ends; all of them must have such a session.
-            None: every rank of the job. The others do not wait for a rank that raised inside its block.
+            None: every rank of the job. No rank waits for one that raised inside its block.
 
     Raises:
         UnsupportedRouterError: a router's selection cannot be recorded exactly; names the config field.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -15,11 +16,12 @@ from megatron_router_replay.checks import with_checked_options
 from megatron_router_replay.errors import LayoutError, TraceError
 from megatron_router_replay.layout.rows import count_differing_tokens
 from megatron_router_replay.mcore.batches.chunk import Chunk
+from megatron_router_replay.mcore.batches.forward_counts import ForwardCounts
 from megatron_router_replay.mcore.batches.inputs import ForwardInputs
 from megatron_router_replay.mcore.batches.lookup import RowLookup
 from megatron_router_replay.mcore.batches.microbatch import Microbatch
 from megatron_router_replay.mcore.batches.row_inputs import RowInputs, check_padding, check_range
-from megatron_router_replay.mcore.batches.segments import Partition
+from megatron_router_replay.mcore.batches.segments import CpPartition
 from megatron_router_replay.mcore.batches.upload import KeptLayer, LayerRoutes, take_rows
 from megatron_router_replay.mcore.core.call import RoutingCall, TopKRequest
 from megatron_router_replay.mcore.core.streams import to_host
@@ -63,7 +65,7 @@ class TraceRoutes(Microbatches):
         wrong_routes: WrongRoutes,
         ask_every_layer: bool,
         padding_token_ids: Sequence[int] | None,
-        cp_partition_mode: Partition | None,
+        cp_partition_mode: CpPartition | None,
     ) -> None:
         super().__init__(routers, chunks, group_check)
         self._trace = trace
@@ -98,21 +100,22 @@ class TraceRoutes(Microbatches):
             )
 
     # ---- rows into the trace
-    def find_rows(self, chunk: Chunk, inputs: ForwardInputs) -> RowInputs | None:
+    def locate_rows(self, chunk: Chunk, inputs: ForwardInputs) -> RowInputs | None:
         """Return the rows of a forward's tokens; None: the trace has no tokens to find them by."""
         if self._lookup is None:
             return None
-        return self._lookup.find(chunk.module, inputs, f"{chunk.where}, micro-batch {chunk.num_begun}")
+        return self._lookup.locate(chunk.module, inputs, f"{chunk.where}, micro-batch {chunk.num_begun}")
 
     def check_rows(self, chunk: Chunk, inputs: RowInputs) -> None:
         """Check rows that were given by hand, and count those that are repeated."""
         check_padding(inputs)
         check_range(inputs, self._trace.num_tokens)
         # Not of rows that tokens found: the tokens of a batch may well contain a sample twice.
-        inputs.num_repeated = _num_repeated(inputs)
-        if inputs.num_repeated and not self._knows_tokens(inputs.rows):
+        num_repeated = _num_repeated(inputs)
+        inputs.counts = ForwardCounts(rows_repeated=num_repeated)
+        if num_repeated and not self._knows_tokens(inputs.rows):
             raise LayoutError(
-                f"MRR202: {names_again(inputs.num_repeated)}, and the trace has no token ids to compare. If a batch has a "
+                f"MRR202: {names_again(num_repeated)}, and the trace has no token ids to compare. If a batch has a "
                 "sample twice, make the trace with token ids."
             )
 
@@ -141,18 +144,17 @@ class TraceRoutes(Microbatches):
                 # The live router decides padding as well; it is counted apart.
                 num_padding = 0 if inputs.padding is None else int(chunk.router_view(inputs.padding).sum())
                 num_live = live.numel() - num_padding
+        num_replayed = router_rows.numel() - num_live - num_padding
+        counts = inputs.counts + ForwardCounts(
+            microbatches=1, rows_replayed=num_replayed, rows_live=num_live, rows_padding=num_padding
+        )
+        if chunk.sequence_share[0]:  # sequence-parallel ranks get the same rows by hand: the first of them counts
+            counts = replace(counts, rows_repeated=0)
         shape = rows.shape[0], rows.shape[1]
         return Microbatch(
             shape=chunk.router_shape(shape),
             batch_shape=shape,
-            counts={
-                "rows": router_rows.numel(),
-                "live": num_live,
-                "padding": num_padding,
-                # Sequence-parallel ranks get the same rows: the first of them counts.
-                "repeated": 0 if chunk.sequence_share[0] else inputs.num_repeated,
-                "ambiguous": inputs.num_ambiguous,
-            },
+            counts=counts,
             num_routers=len(chunk.replayed_routers),
             routes=LayerRoutes(take_rows(self._routes_of[chunk.index], gathered, chunk.device)),
             live_positions=live_positions,
@@ -160,10 +162,10 @@ class TraceRoutes(Microbatches):
             replay_mask=replay_mask,
             token_ids=expected,
             batch_rows=None if expected is None else rows,
-            must_compare=inputs.num_repeated if inputs.token_ids is None else 0,
+            must_compare=inputs.counts.rows_repeated if inputs.token_ids is None else 0,
             checked_layer=None
             if self.agreement is None
-            else self.agreement.next_layer(chunk, has_replayed_rows=num_live + num_padding < router_rows.numel()),
+            else self.agreement.next_layer(chunk, has_replayed_rows=num_replayed > 0),
         )
 
     # ---- checks of rows
@@ -178,7 +180,7 @@ class TraceRoutes(Microbatches):
         unknown = unrouted & (self._tokens[rows] < 0)
         if unknown.any():
             raise LayoutError(
-                f"MRR108: the batch has rows that the trace knows nothing of (row {int(rows[unknown][0])}, "
+                f"MRR108: the batch has rows without any entry in the trace (row {int(rows[unknown][0])}, "
                 f"{int(unknown.sum())} in all): no route and no token id. Another rank routed them: join the parts with "
                 "recording.gather() or merge_traces before micro-batches are regrouped."
             )
@@ -247,7 +249,7 @@ def replay(
     trace: RoutingTrace | str | os.PathLike[str],
     *,
     padding_token_ids: Sequence[int] | None = None,
-    cp_partition_mode: Partition | None = None,
+    cp_partition_mode: CpPartition | None = None,
     verify: bool = False,
     min_replayed: float | None = None,
     min_agreement: float = 0.25,
@@ -284,7 +286,7 @@ def replay(
         wrong_routes: "raise", or "warn" for a run that may not stop. Both leave the rows in `session.report.wrong_rows`.
         ask_every_layer: take the live top-k of all layers in every micro-batch.
         group: the ranks that are checked together when the session ends; all of them must have such a session. None: every
-            rank of the job. The others do not wait for a rank that raised inside its block.
+            rank of the job. No rank waits for one that raised inside its block.
 
     Raises:
         UnsupportedRouterError: a router cannot be replayed exactly; names the config field.
@@ -337,7 +339,7 @@ def _loaded(trace: Any, model_chunks: Any) -> RoutingTrace:
         are_swapped = isinstance(model_chunks, RoutingTrace)
         swapped = " The arguments are swapped: replay(model_chunks, trace)." if are_swapped else ""
         raise TraceError(
-            f"MRR101: cannot replay a {type(trace).__name__}: pass a RoutingTrace or the path of one; mrr.engines "
+            f"MRR101: cannot replay a {type(trace).__name__}: pass a RoutingTrace or its path; mrr.engines "
             f"decodes an engine's reply.{swapped}"
         )
     return trace

@@ -152,18 +152,23 @@ class TorchNorm(torch.nn.LayerNorm):
 
 def build_megatron_bridge(root: str, layout: ParallelSizes, *, qwen3_5: bool = False, **options: Any) -> list[Any]:
     """Qwen3VLModel, which is Qwen3.5's class, too: that has gated delta-net layers and multi-token prediction."""
+    if qwen3_5:
+        options["mtp_num_layers"] = 1
+    base = tiny_gpt_config(layout, variable_seq_lengths=True, calculate_per_token_loss=layout.cp_size > 1, **options)
+    return megatron_bridge_model(root, layout, base, qwen3_5=qwen3_5)
+
+
+def import_megatron_bridge(root: str) -> Any:
+    """Return the module of Megatron-Bridge's Qwen3VLModel, whose layers are Megatron-Core's own."""
     import typing
 
     import megatron.core.utils
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
     megatron.core.utils.tex = SimpleNamespace(thd_get_partitioned_indices=thd_partitioned_indices)
     typing.override = getattr(typing, "override", lambda method: method)  # type: ignore[attr-defined]  # of Python 3.12
     root = str(Path(root, "src"))
     model = import_only(root, "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model")
-    configs = import_only(root, "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.transformer_config")
     model.get_vit_layer_with_transformer_engine_spec = vision_spec
     attention = import_only(root, "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.attention")
     attention.TEDotProductAttention = torch.nn.Identity  # no class without that package
@@ -172,25 +177,41 @@ def build_megatron_bridge(root: str, layout: ParallelSizes, *, qwen3_5: bool = F
         ColumnParallelLinear,
         RowParallelLinear,
     )
-    if qwen3_5:
-        options["mtp_num_layers"] = 1
-    base = tiny_gpt_config(layout, variable_seq_lengths=True, calculate_per_token_loss=layout.cp_size > 1, **options)
+    return model
+
+
+def megatron_bridge_model(
+    root: str, layout: ParallelSizes, base: Any, *, qwen3_5: bool = False, **tokens: int
+) -> list[Any]:
+    """Build Megatron-Bridge's model.
+
+    Args:
+        base: TransformerConfig of the language model.
+        tokens: image_token_id and its like; none: those of this file.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    model = import_megatron_bridge(root)
+    root = str(Path(root, "src"))
+    configs = import_only(root, "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.transformer_config")
     config = as_config(
         configs.Qwen3VLTransformerConfig,
         base,
         vocab_size=VOCAB,
         mrope_section=[4, 2, 2],
         spatial_merge_size=2,
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        vision_start_token_id=VISION_START,
+        **{"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": VISION_START, **tokens},
     )
     for name in ("enable_cuda_graph", "external_cuda_graph"):
         setattr(config, name, getattr(config, name, False))
     spec = layer_spec(config)
+    # As its provider does; Megatron-Core's own would split positions over context-parallel ranks a second time.
+    for layer in spec.layer_specs:
+        layer.submodules.self_attention.module = model.Qwen3VLSelfAttention
     mtp_spec = None
     if qwen3_5:
-        mtp_spec = get_gpt_mtp_block_spec(config, layer_spec(config), use_transformer_engine=False)
+        mtp_spec = get_gpt_mtp_block_spec(config, deepcopy(spec), use_transformer_engine=False)
         spec = deepcopy(spec)
         for layer in spec.layer_specs[::2]:
             layer.submodules.self_attention.module = DeltaNet

@@ -2,7 +2,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_router_replay.transport import open_store
+from megatron_router_replay.transport import collective, open_store
+
+
+@pytest.fixture(autouse=True)
+def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of these tests has several buckets."""
+    monkeypatch.setattr(collective, "_BUCKET_BYTES", 1 << 20)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron_router_replay import RoutingTrace
-from megatron_router_replay.transport import ParallelLayout, RouteGroup, open_store
+from megatron_router_replay.transport import ParallelLayout, RouteGroup, collective, open_store
 from megatron_router_replay.transport.gather import TraceRows
 
 LAYERS = (1, 2, 3, 4)
@@ -23,7 +23,6 @@ ONE = ParallelLayout(stage_layers=(LAYERS,))
 LIMITS: dict[str, Any] = {
     "timeout": timedelta(seconds=120),
     "ready_timeout": timedelta(seconds=180),
-    "bucket_bytes": 1 << 20,
 }
 _PRELOAD = ["megatron_router_replay.testing.preload", "megatron_router_replay.transport"]
 """That of GlooWorkers and more: a process has one fork server, which the first user starts."""
@@ -55,7 +54,8 @@ class Child:
         if "forkserver" in methods:
             context.set_forkserver_preload(_PRELOAD)
         self._pipe, child_end = context.Pipe()
-        self.process = context.Process(target=_run, args=(child_end, partial(function, *args, **options)), daemon=True)
+        arguments = (child_end, collective._BUCKET_BYTES, partial(function, *args, **options))
+        self.process = context.Process(target=_run, args=arguments, daemon=True)
         self.process.start()
         child_end.close()
 
@@ -72,8 +72,9 @@ def attempt(function: Callable[[], Any]) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-def _run(pipe: Any, function: Callable[[], Any]) -> None:
+def _run(pipe: Any, bucket_bytes: int, function: Callable[[], Any]) -> None:
     torch.set_num_threads(1)
+    collective._BUCKET_BYTES = bucket_bytes
     pipe.send(attempt(function))
 
 

@@ -15,20 +15,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_router_replay import RoutingTrace
-from megatron_router_replay.transport import ParallelLayout, Place, TransportTimes, open_store
+from megatron_router_replay.transport import ParallelLayout, Place, TransportTimes, collective, open_store
 from megatron_router_replay.transport.gather import TraceRows
 from tests.functional.transport.conformance import CASES, STEPS, Case, check_delivery, tensors_of
 from tests.functional.transport.processes import attempts, check_sum, in_threads, join, make_trace, receive
 
 
-def deliver(
-    case: Case, *, in_buckets: bool = False, bucket_bytes: int = 100, make_group: bool = False
-) -> list[list[dict[str, Tensor]]]:
+def deliver(case: Case, *, in_buckets: bool = False, make_group: bool = False) -> list[list[dict[str, Tensor]]]:
     store = open_store("127.0.0.1", is_server=True)
     places = case.layout.places()
 
     def join_as(rank: int, **member: Any) -> Any:
-        options = {"num_senders": case.num_traces, "bucket_bytes": bucket_bytes} | member
+        options = {"num_senders": case.num_traces} | member
         if make_group:
             mine, size = dist.PrefixStore("mine", store.clone()), case.num_traces + len(places)
             options["group"] = dist.ProcessGroupGloo(mine, rank, size, timedelta(minutes=1))
@@ -62,25 +60,30 @@ def deliver(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_rank_gets_its_slice(name: str) -> None:
+def test_every_rank_gets_its_slice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective, "_BUCKET_BYTES", 100)
     check_delivery(deliver, CASES[name])
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("name", "bucket_bytes", "options"),
     [
-        ("cp2 tp2 pp2", {"in_buckets": True}),
-        ("dp3, three workers", {"in_buckets": True}),
-        ("dp2 pp2", {"bucket_bytes": 1}),  # smaller than a row
-        ("dp2 pp2", {"bucket_bytes": 1 << 20}),  # larger than all
-        ("cp2 tp2 pp2", {"make_group": True}),
+        ("cp2 tp2 pp2", 100, {"in_buckets": True}),
+        ("dp3, three workers", 100, {"in_buckets": True}),
+        ("dp2 pp2", 1, {}),  # smaller than a row
+        ("dp2 pp2", 1 << 20, {}),  # larger than all
+        ("cp2 tp2 pp2", 100, {"make_group": True}),
     ],
 )
-def test_buckets_of_any_size_and_a_group_of_the_caller_give_the_same(name: str, options: dict[str, Any]) -> None:
+def test_buckets_of_any_size_and_a_group_of_the_caller_give_the_same(
+    name: str, bucket_bytes: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collective, "_BUCKET_BYTES", bucket_bytes)
     check_delivery(partial(deliver, **options), CASES[name])
 
 
-def test_a_sender_stages_four_buckets_whatever_the_payload(port: int) -> None:
+def test_a_sender_stages_four_buckets_whatever_the_payload(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective, "_BUCKET_BYTES", 100_000)
     staged: set[tuple[int, int]] = set()
 
     class Watched(TraceRows):
@@ -90,13 +93,12 @@ def test_a_sender_stages_four_buckets_whatever_the_payload(port: int) -> None:
             super().fill(runs, layer_numbers, memory)
 
     layout = ParallelLayout(stage_layers=((1, 2), (3, 4)), dp_size=3)
-    small = {"bucket_bytes": 100_000}
 
     def roll_out() -> None:
-        with join(port, layout, sender=0, **small) as group:
+        with join(port, layout, sender=0) as group:
             group.send(Watched([make_trace()]))
 
-    in_threads(roll_out, *(partial(receive, port, layout, rank, **small) for rank in range(6)))
+    in_threads(roll_out, *(partial(receive, port, layout, rank) for rank in range(6)))
     assert len(staged) == 4
     assert {size for _, size in staged} == {100_000}
 

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.measure import peak_above
 from megatron_router_replay import engines
 from megatron_router_replay.engines import row_check
-from megatron_router_replay.engines.payload import EncodedRows, Source, parse_int32
+from megatron_router_replay.engines.payload import EncodedRows, Source, parse_routes
 from megatron_router_replay.errors import PayloadError
 from tests.unit.engines.engine_payloads import int32_base64, routes
 
@@ -26,7 +26,7 @@ def rows_of(num_rows, **options):
 @pytest.mark.parametrize(("num_rows", "columns", "topk"), [(0, 3, 2), (1, 1, 1), (2, 1, 1), (3, 5, 7), (10, 3, 1)])
 def test_slices_are_those_of_the_array(num_rows, columns, topk):
     array = np.random.default_rng(0).integers(-1, 1 << 20, (num_rows, columns, topk)).astype(np.int32)
-    encoded = parse_int32(int32_base64(array), source=SOURCE, num_columns=columns, topk=topk)
+    encoded = parse_routes(int32_base64(array), source=SOURCE, num_columns=columns, topk=topk)
     assert isinstance(encoded, EncodedRows)
     assert (len(encoded), encoded.shape, encoded.ndim, encoded.dtype) == (num_rows, array.shape, 3, array.dtype)
     for start in range(num_rows + 2):

@@ -14,8 +14,8 @@ from megatron_router_replay.engines.payload import (
     as_array,
     as_token_ids,
     decode_base64,
-    parse_int32,
     parse_npy,
+    parse_routes,
 )
 from megatron_router_replay.errors import PayloadError
 from tests.unit.engines.engine_payloads import npy_base64
@@ -115,11 +115,11 @@ def test_base64_with_foreign_characters_is_refused(text):
 
 def test_int32_is_a_whole_number_of_rows():
     raw = struct.pack("<12i", *range(12))
-    array = parse_int32(raw, source=SOURCE, num_columns=3, topk=2)
+    array = parse_routes(raw, source=SOURCE, num_columns=3, topk=2)
     assert array.tolist() == [[[0, 1], [2, 3], [4, 5]], [[6, 7], [8, 9], [10, 11]]]
     for size in (4, 23, 25, 36):
         with pytest.raises(PayloadError, match=rf"{size} bytes are {size / 24:.3f} rows of 3 layers x top-2 int32"):
-            parse_int32(bytes(size), source=SOURCE, num_columns=3, topk=2)
+            parse_routes(bytes(size), source=SOURCE, num_columns=3, topk=2)
 
 
 @pytest.mark.parametrize("form", [NPY, base64.b64encode(NPY).decode()])

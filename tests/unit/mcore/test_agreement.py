@@ -16,7 +16,7 @@ from megatron_router_replay.mcore.core.call import TopKRequest
 from megatron_router_replay.mcore.judge import verdict
 from megatron_router_replay.mcore.judge.agreement import Agreement, LiveAgreement
 from megatron_router_replay.mcore.judge.blocks import EVIDENCE, ComparedRows
-from megatron_router_replay.mcore.judge.verdict import Finding, Part, Sums
+from megatron_router_replay.mcore.judge.verdict import Anomaly, SharedBlock, Sums
 from tests.unit.mcore.tiny_chunk import ROWS, Chunk, forward, random_trace, tokens
 
 LAYERS = 4
@@ -48,8 +48,8 @@ def routes(rows, seed=0, *, experts=32, topk=4, noise=0.1):
 def found(*ranks, least=0.25):
     """Return the problem that the ranks of a session raise, or "", and whether they warn."""
     told = json.loads(json.dumps([each.summary() for each in ranks]))  # as ranks publish them
-    judged = verdict.judge(told, least)
-    return "".join(judged.problems), bool(judged.warnings)
+    result = verdict.group_verdict(told, least)
+    return "".join(result.problems), bool(result.warnings)
 
 
 # ---- sums
@@ -268,7 +268,7 @@ def test_a_row_is_no_more_evidence_in_all_layers_together_than_in_one_layer_at_m
         replayed[wrong] = scores[wrong].argmin(dim=1, keepdim=True)
         add(compared, scores, replayed, layer=layer, rows=torch.arange(2000))
     summary = compared.summary()
-    assert max(summary["findings"])[0] == pytest.approx(13 * 6), "of a row in four layers; in one it has less than 4"
+    assert max(summary["anomalies"])[0] == pytest.approx(13 * 6), "of a row in four layers; in one it has less than 4"
     assert summary["wrong_rows"] == [[500, 513], [528, 541]]
 
 
@@ -296,10 +296,10 @@ def test_one_wrong_sample_of_95_rows_raises_however_many_ranks_share_it(num_rank
 
 def test_a_sample_whose_parts_are_too_small_on_each_rank_raises_by_all_of_them():
     ranks = one_wrong_sample(0, 16)
-    alone = [max(each.summary()["findings"])[0] for each in ranks]
+    alone = [max(each.summary()["anomalies"])[0] for each in ranks]
     assert max(alone) < EVIDENCE
     assert "micro-batch 1, sequence 5" in found(*ranks)[0]
-    parts = [part for each in ranks for part in each.summary()["parts"]]
+    parts = [part for each in ranks for part in each.summary()["shared_blocks"]]
     assert {part.name for part in parts} == {"0 0.1.5 [2]"}, "right samples have no part to add"
 
 
@@ -311,17 +311,20 @@ def test_eight_wrong_rows_on_each_of_two_ranks_raise(num_wrong, raises):
         scores, replayed = routes(400, rank, topk=8, noise=0.01)
         replayed[100 : 100 + num_wrong] = scores[100 : 100 + num_wrong].topk(8, largest=False).indices
         add(each, scores, replayed)
-        assert max(each.summary()["findings"])[0] == 6 * num_wrong
+        assert max(each.summary()["anomalies"])[0] == 6 * num_wrong
     assert bool(found(*ranks)[0]) == raises
 
 
 @pytest.mark.parametrize(("each", "raises"), [(43.4, False), (43.6, True)])
 def test_what_noise_rises_on_one_rank_is_taken_off_once_for_two(each, raises):
     names = (f"{number}" for number in range(100))
-    parts = [Part("0 0.0.0 [1]", each, {next(names): each / 10 for _ in range(10)}, "these rows", []) for _ in range(2)]
-    nothing = {"replica": 0, "layers": {}, "wrong_rows": [], "findings": [], "trace": "", "layout": []}
-    told = [nothing | {"parts": [x]} for x in parts]
-    assert bool(verdict.judge(told, 0.25).problems) == raises  # 2 * 43.5 - 15 is 72
+    parts = [
+        SharedBlock("0 0.0.0 [1]", each, {next(names): each / 10 for _ in range(10)}, "these rows", [])
+        for _ in range(2)
+    ]
+    nothing = {"replica": 0, "layers": {}, "wrong_rows": [], "anomalies": [], "trace": "", "layout": []}
+    told = [nothing | {"shared_blocks": [x]} for x in parts]
+    assert bool(verdict.group_verdict(told, 0.25).problems) == raises  # 2 * 43.5 - 15 is 72
 
 
 def test_noise_explains_at_most_half_of_the_experts_that_are_outside_by_chance():
@@ -455,7 +458,7 @@ def test_routes_that_agree_little_are_warned_of_once(monkeypatch):
 def test_a_report_remarks_on_layers_below_a_half_and_on_evidence_from_72_on():
     def remarks(shared, evidence):
         layers = {7: Sums(100, shared, 128, shared, 128)}
-        return LiveAgreement(layers=layers, num_layers=1, block=Finding(evidence, "rows 4 to 9")).low()
+        return LiveAgreement(layers=layers, num_layers=1, block=Anomaly(evidence, "rows 4 to 9")).low()
 
     assert remarks(64, 71.9) == []
     assert remarks(63, 71.9) == [("least layer", "49%", "layer 7: routes of older weights, or of other rows?")]

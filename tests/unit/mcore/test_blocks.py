@@ -8,8 +8,8 @@ import pytest
 from megatron_router_replay.mcore.judge.blocks import (
     Block,
     ComparedRows,
+    clearest_blocks,
     evidence_of,
-    find_blocks,
     highest_rises,
     sums_of_kinds,
 )
@@ -147,42 +147,44 @@ def test_the_loads_of_an_expert_are_those_of_its_micro_batches():
 def test_a_block_is_neighbouring_rows_that_rise():
     ratios = np.full(60, -1.0)
     ratios[10:30] = 6
-    assert find_blocks(ratios, np.arange(60)) == [Block(120.0, 10, 30)]
-    assert find_blocks(ratios, np.zeros(60)) == [Block(6.0, 10, 30)], "of one kind, as much as one row"
+    assert clearest_blocks(ratios, np.arange(60)) == [Block(120.0, 10, 30)]
+    assert clearest_blocks(ratios, np.zeros(60)) == [Block(6.0, 10, 30)], "of one kind, as much as one row"
     ratios[40:55] = 6
-    assert find_blocks(ratios, np.arange(60)) == [Block(120 - 10 + 90.0, 10, 55)]
+    assert clearest_blocks(ratios, np.arange(60)) == [Block(120 - 10 + 90.0, 10, 55)]
     ratios[30:40] = -30
-    assert find_blocks(ratios, np.arange(60)) == [Block(120.0, 10, 30), Block(90.0, 40, 55)]
+    assert clearest_blocks(ratios, np.arange(60)) == [Block(120.0, 10, 30), Block(90.0, 40, 55)]
     ratios[40:55] = 2
-    assert find_blocks(ratios, np.arange(60)) == [Block(120.0, 10, 30)], (
+    assert clearest_blocks(ratios, np.arange(60)) == [Block(120.0, 10, 30)], (
         "of blocks that do not raise, the highest alone"
     )
-    assert find_blocks(np.full(9, 8.0), np.arange(9)) == [Block(54.0, 0, 9)], "from the first row to the last"
-    assert find_blocks(np.full(9, -1.0), np.arange(9)) == []
-    assert find_blocks(np.zeros(0), np.zeros(0)) == []
+    assert clearest_blocks(np.full(9, 8.0), np.arange(9)) == [Block(54.0, 0, 9)], "from the first row to the last"
+    assert clearest_blocks(np.full(9, -1.0), np.arange(9)) == []
+    assert clearest_blocks(np.zeros(0), np.zeros(0)) == []
 
 
 def test_a_block_begins_where_the_sum_rises_however_little():
-    assert find_blocks(np.array([-1.0, 0.5, -1.0]), np.arange(3)) == [Block(0.5, 1, 2)]
+    assert clearest_blocks(np.array([-1.0, 0.5, -1.0]), np.arange(3)) == [Block(0.5, 1, 2)]
     ratios = np.full(20, -1.0)
     ratios[:13] = [0.5, *[6] * 12]
-    assert find_blocks(ratios, np.arange(20)) == [Block(72.5, 0, 13)], "in the first row, too"
+    assert clearest_blocks(ratios, np.arange(20)) == [Block(72.5, 0, 13)], "in the first row, too"
     ratios[0] = -0.5
-    assert find_blocks(ratios, np.arange(20)) == [Block(72.0, 1, 13)]
+    assert clearest_blocks(ratios, np.arange(20)) == [Block(72.0, 1, 13)]
     ratios[:14] = [6, -5.5, *[6] * 12]
-    assert find_blocks(ratios, np.arange(20)) == [Block(72.5, 0, 14)], "the sum is not down in the second row"
+    assert clearest_blocks(ratios, np.arange(20)) == [Block(72.5, 0, 14)], "the sum is not down in the second row"
 
 
 def test_all_blocks_from_72_on_are_found():
     ratios = np.tile([-80.0, *[6.0] * 12], 10)
-    assert find_blocks(ratios, np.arange(130)) == [Block(72.0, 13 * n + 1, 13 * n + 13) for n in reversed(range(10))]
+    assert clearest_blocks(ratios, np.arange(130)) == [
+        Block(72.0, 13 * n + 1, 13 * n + 13) for n in reversed(range(10))
+    ]
     ratios[1] = 5.5
-    assert len(find_blocks(ratios, np.arange(130))) == 9
+    assert len(clearest_blocks(ratios, np.arange(130))) == 9
 
 
 def test_a_block_is_found_before_the_sum_is_down_again():
     ratios = np.concatenate([np.repeat([6.0, -6, 6, -6, 6, -6], [20, 14, 13, 20, 15, 9])])  # 120, 36, 114, -6, 84, 30
-    assert find_blocks(ratios, np.arange(91)) == [Block(120.0, 0, 20), Block(90.0, 67, 82), Block(78.0, 34, 47)]
+    assert clearest_blocks(ratios, np.arange(91)) == [Block(120.0, 0, 20), Block(90.0, 67, 82), Block(78.0, 34, 47)]
 
 
 def test_a_sequence_has_no_more_evidence_than_its_highest_rise():

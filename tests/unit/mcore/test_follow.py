@@ -281,19 +281,19 @@ RAISES: dict[str, tuple[Tokens, Tokens, dict[str, Any], str]] = {
         [A, B],
         [A, [*B[:2], 0, 0]],
         {},
-        r"MRR207: .*input_ids\[1, 2\], sequence 1: token 0 stands 2 times .*the first 2 .* say padding_token_ids=\[0\]",
+        r"MRR207: .*input_ids\[1, 2\], sequence 1: token 0 comes 2 times .*the first 2 .* say padding_token_ids=\[0\]",
     ),
     "undeclared padding behind a whole sample": (
         [A, B],
         [[*A, 0], [*B, 0, 0]],
         {},
-        r"MRR207: .*input_ids\[1, 3\], sequence 1: token 0 stands 2 times .*all tokens .*padding_token_ids=\[0\]",
+        r"MRR207: .*input_ids\[1, 3\], sequence 1: token 0 comes 2 times .*all tokens .*padding_token_ids=\[0\]",
     ),
     "undeclared padding in front": (
         [A, B],
         [A, [9, 9, *B[:2]]],
         {},
-        r"MRR207: .*input_ids\[1, 0\], .*token 9 stands 2 times in front of it.* say padding_token_ids=\[9\]",
+        r"MRR207: .*input_ids\[1, 0\], .*token 9 comes 2 times in front of it.* say padding_token_ids=\[9\]",
     ),
     "undeclared padding, a row": (
         [A],
@@ -307,6 +307,12 @@ RAISES: dict[str, tuple[Tokens, Tokens, dict[str, Any], str]] = {
         packed(0, 4, 9),
         r"MRR207: .*input_ids\[0, 7\], sequence 1: token 0 .*padding_token_ids=\[0\]",
     ),
+    "undeclared padding, one token that is a packed sequence": (
+        [A, B],
+        [[*A, *B, 0]],
+        packed(0, 4, 7, 8),
+        r"MRR207: .*input_ids\[0, 7\], sequence 2: token 0 fills it.* say padding_token_ids=\[0\]",
+    ),
     "two padding tokens around a sample": (
         [A, B],
         [[9, 9, *A, 0, 0]],
@@ -317,13 +323,19 @@ RAISES: dict[str, tuple[Tokens, Tokens, dict[str, Any], str]] = {
         [A, B],
         [[3, *A], [3, *A]],
         {},
-        r"MRR206: .*input_ids\[0, 0\], .*token 3, .*sample 0. Is it a BOS token.*without it differ\. \(1 more",
+        r"MRR206: .*input_ids\[0, 0\], .*sample 0. Is it a BOS token.*differ\. If it is padding, give .* padding_mask\. \(1",
     ),
     "a BOS token in front, packed": (
         [A, B],
         [[*A, 3, *B]],
         packed(0, 4, 8),
-        r"MRR206: .*input_ids\[0, 4\], sequence 1: .*token 3, .*sample 1. Is it a BOS token",
+        r"MRR206: .*input_ids\[0, 4\], sequence 1: .*token 3, .*sample 1. Is it a BOS token.*without it differ\.$",
+    ),
+    "two equal tokens in front of no sample, packed": (
+        [A, B],
+        [[3, 3, 9, 9]],
+        packed(0, 4) | {"options": {"padding_token_ids": [3]}},
+        r"MRR206: .*input_ids\[0, 0\], .*token 3, nor with what follows it.*`with session.paused\(\):`\.$",
     ),
     "another sample begins": (
         [A, B],
@@ -468,7 +480,7 @@ def test_one_token_in_front_is_offered_as_padding_where_runs_differ(tokens: Any,
 @pytest.mark.parametrize(
     ("layout", "fact"),
     [
-        ("left", "padding stands in front of sequences: if attention sees it"),
+        ("left", "padding is in front of sequences: if attention sees it"),
         ("right", ""),
         ("cut", "position_ids alone separate the sequences of a row: give the model packed_seq_params"),
     ],
@@ -487,7 +499,9 @@ def test_little_agreement_names_a_layout_that_attention_may_see(layout: str, fac
         with mrr.replay(chunk, trace, padding_token_ids=[0], ask_every_layer=True) as session:
             chunk(given, **arguments)
     assert (
-        (fact in str(raised.value)) if fact else not re.search("padding stands|position_ids alone", str(raised.value))
+        (fact in str(raised.value))
+        if fact
+        else not re.search("padding is in front|position_ids alone", str(raised.value))
     )
     assert fact in str(session.report)
 

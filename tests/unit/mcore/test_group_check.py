@@ -18,23 +18,25 @@ from torch.distributed import distributed_c10d
 
 import megatron_router_replay as mrr
 from megatron_router_replay.checks import _warned
+from megatron_router_replay.mcore.batches.forward_counts import ForwardCounts
 from megatron_router_replay.mcore.core.hooks import sources_of
 from megatron_router_replay.mcore.judge.group_check import (
     GroupCheck,
     GroupResult,
     RankSummary,
-    _compact,
+    _published,
+    _read,
     _result,
-    judge_replay,
+    replay_problems,
     stages_with_other_rows,
 )
-from megatron_router_replay.mcore.judge.verdict import Finding, Sums, judge
+from megatron_router_replay.mcore.judge.verdict import Anomaly, Sums, group_verdict
 from tests.unit.mcore.tiny_chunk import ROWS, Chunk, random_trace, tokens
 
 
 def summary(replayed=0, live=0, padding=0, *, min_replayed=None, min_agreement=0, **others):
-    rows = {"rows_replayed": replayed, "rows_live": live, "rows_padding": padding}
-    return RankSummary(chunks=1, options=[min_replayed, min_agreement, "raise"], **rows, **others)
+    counts = ForwardCounts(rows_replayed=replayed, rows_live=live, rows_padding=padding)
+    return RankSummary(chunks=1, options=[min_replayed, min_agreement, "raise"], counts=counts, **others)
 
 
 def test_the_summary_of_a_rank_is_this():
@@ -79,7 +81,7 @@ JUDGED = [
 
 @pytest.mark.parametrize(("ranks", "least", "problem"), JUDGED)
 def test_what_ranks_tell_is_judged_together(ranks, least, problem):
-    problems = judge_replay({2 + rank: told for rank, told in enumerate(ranks)}, least)  # ranks 2, 3, ...
+    problems = replay_problems({2 + rank: told for rank, told in enumerate(ranks)}, least)  # ranks 2, 3, ...
     assert len(problems) == (problem is not None)
     assert problem is None or problems[0].startswith(problem)
 
@@ -106,7 +108,7 @@ def test_a_rank_that_ran_no_forward_where_others_did_is_named(ranks, idle):
 
 
 def test_a_step_without_a_micro_batch_is_told_how_to_allow_that():
-    (problem,) = judge_replay({0: N()}, None)
+    (problem,) = replay_problems({0: N()}, None)
     assert problem.endswith("For a step that may have no micro-batch, pass min_replayed=0.")
     with mrr.replay(Chunk(), random_trace(8), min_replayed=0):
         pass
@@ -114,7 +116,7 @@ def test_a_step_without_a_micro_batch_is_told_how_to_allow_that():
 
 def test_an_engine_gives_no_route_to_the_last_token_where_every_row_must_have_one():
     for least, ends in ((1, "its traces never reach 1."), (0.51, "less than min_replayed=0.51.")):
-        (problem,) = judge_replay({0: N(4, 4)}, least)
+        (problem,) = replay_problems({0: N(4, 4)}, least)
         assert problem.endswith(ends)
 
 
@@ -123,8 +125,8 @@ def test_wrong_routes_raise_or_warn(wrong_routes, counts):
     agreement = {
         "replica": 0,
         "layers": {},
-        "findings": [[72.0, "rows"]],
-        "parts": [],
+        "anomalies": [[72.0, "rows"]],
+        "shared_blocks": [],
         "layout": [],
         "trace": "",
         "wrong_rows": [],
@@ -434,7 +436,7 @@ def test_an_empty_recording_raises_as_an_empty_replay_does():
         chunk(tokens())
 
 
-def agreement_of(rank, *findings, layers=58):
+def agreement_of(rank, *anomalies, layers=58):
     """What a rank of 1,024 has after it compared all layers; eight tensor-parallel places."""
     numbers = random.Random(rank)
     sums = {
@@ -444,8 +446,8 @@ def agreement_of(rank, *findings, layers=58):
     return {
         "replica": rank % 8,
         "layers": sums,
-        "findings": [Finding(evidence, f"rank {rank}: {evidence}") for evidence in findings],
-        "parts": [],
+        "anomalies": [Anomaly(evidence, f"rank {rank}: {evidence}") for evidence in anomalies],
+        "shared_blocks": [],
         "rows_apart": 3,
         "layout": [],
         "trace": "1048576 12345",
@@ -457,12 +459,13 @@ def agreement_of(rank, *findings, layers=58):
 def test_a_rank_publishes_what_is_judged_and_no_more(evidence):
     """Of 58 layers, less than 3 kB; the ranks that read it come to the same verdict."""
     everyone = [agreement_of(rank, 3.5, 70.0, evidence, 12.0 if rank else 72.5) for rank in range(16)]
-    published = [json.loads(json.dumps(_compact(summary(agreement=each)).agreement)) for each in everyone]
+    published = [json.loads(json.dumps(_published(summary(agreement=each)).agreement)) for each in everyone]
     for least in (0.01, 0.25, 0.9):
-        assert judge(published, least) == judge(everyone, least)
-    assert bool(judge(published, 1e-9).problems)
-    assert max(len(each["findings"]) for each in published) == 1
-    texts = [json.dumps(_compact(summary(agreement=each)), separators=(",", ":")) for each in everyone]
+        assert group_verdict(published, least) == group_verdict(everyone, least)
+    assert bool(group_verdict(published, 1e-9).problems)
+    assert max(len(each["anomalies"]) for each in published) == 1
+    texts = [json.dumps(_published(summary(agreement=each)), separators=(",", ":")) for each in everyone]
     assert max(map(len, texts)) < 3_000
-    assert _compact(None) is None
-    assert _compact(summary()) == summary()
+    assert _published(None) is None
+    assert _read(json.loads(json.dumps(_published(None)))) is None
+    assert _read(json.loads(json.dumps(_published(summary(1, 2, 3))))) == summary(1, 2, 3)

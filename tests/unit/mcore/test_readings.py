@@ -88,7 +88,7 @@ def test_ids_of_other_sequences_than_a_later_stage_computes_raise() -> None:
         lookup = RowLookup(trace, padding_token_ids=padding, cp_partition_mode=None)
         packed = SimpleNamespace(cu_seqlens_q=torch.tensor(cu_seqlens))
         inputs = ForwardInputs(input_ids=torch.tensor(raw), packed_seq_params=packed)
-        return lookup.find(stage, inputs, "here").rows.tolist()
+        return lookup.locate(stage, inputs, "here").rows.tolist()
 
     # Packed sequences are as long as cu_seqlens say, so what follows in the raw ids is padding, declared or not.
     assert rows([0, 3, 5]) == rows([0, 3, 5], [0]) == [[0, 1, 2, 3, 4]]
@@ -106,7 +106,7 @@ def test_a_token_appended_to_a_sample_is_routed_live_on_a_later_stage_too() -> N
     lookup = RowLookup(trace_of([[5, 6, 7], [5, 8]]), padding_token_ids=[0], cp_partition_mode=None)
 
     def padding(raw: Any, hidden: tuple[int, int], **inputs: Any) -> Any:
-        found = lookup.find(later_stage(hidden), ForwardInputs(input_ids=torch.tensor(raw), **inputs), "here")
+        found = lookup.locate(later_stage(hidden), ForwardInputs(input_ids=torch.tensor(raw), **inputs), "here")
         return None if found.padding is None else found.padding.int().tolist()
 
     packed = {"packed_seq_params": SimpleNamespace(cu_seqlens_q=torch.tensor([0, 4, 7]))}
@@ -126,7 +126,7 @@ def test_rows_of_a_batch_whose_padding_on_the_left_was_removed_begin_at_their_fi
     """As SkyRL's `remove_left_padding` lays them out, where a later stage gets the ids as they were before."""
     lookup = RowLookup(trace_of([[5, 6, 7], [5, 8]]), padding_token_ids=[0], cp_partition_mode=None)
     ids = torch.tensor([[0, 0, 5, 6, 7], [0, 0, 0, 5, 8]])
-    found = lookup.find(later_stage((4, 2)), ForwardInputs(input_ids=ids), "here")
+    found = lookup.locate(later_stage((4, 2)), ForwardInputs(input_ids=ids), "here")
     assert found.rows.tolist() == [[0, 1, 2, -1], [3, 4, -1, -1]]
     assert found.padding is not None
     assert found.padding.int().tolist() == [[0, 0, 0, 1], [0, 0, 1, 1]]
@@ -140,7 +140,7 @@ def test_rows_that_context_parallelism_has_split_are_where_they_were_in_the_raw_
         group = SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank)
         lookup = RowLookup(trace, padding_token_ids=[0], cp_partition_mode="contiguous")
         ids = torch.tensor([[0, 0, 0, 5, 6, 7, 9, 0], [5, 8, 0, 0, 0, 0, 0, 0]])
-        found.append(lookup.find(later_stage((4, 2), group), ForwardInputs(input_ids=ids), "here"))
+        found.append(lookup.locate(later_stage((4, 2), group), ForwardInputs(input_ids=ids), "here"))
     rows, padding = (torch.cat([getattr(each, name) for each in found], dim=1) for name in ("rows", "padding"))
     assert rows.tolist() == [[-1, -1, -1, 0, 1, 2, -1, -1], [3, 4, -1, -1, -1, -1, -1, -1]]
     assert padding.int().tolist() == [[1, 1, 1, 0, 0, 0, 0, 1], [0, 0, 1, 1, 1, 1, 1, 1]], "9 was appended"

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_router_replay.mcore.judge.agreement import LiveAgreement
 from megatron_router_replay.mcore.judge.report import SessionReport, _add_up
-from megatron_router_replay.mcore.judge.verdict import Finding, Sums
+from megatron_router_replay.mcore.judge.verdict import Anomaly, Sums
 
 REPLAY = SessionReport(
     kind="replay",
@@ -52,7 +52,7 @@ AGREEMENT = LiveAgreement(
         3: Sums(3, 5, 5, 5, 5),
     },
     num_layers=4,
-    block=Finding(7.5, "sample 3"),
+    block=Anomaly(7.5, "sample 3"),
     rows_apart=2,
 )
 
@@ -107,7 +107,7 @@ def test_the_first_line_says_how_the_live_router_agrees_and_a_logger_gets_it():
     assert report.reduce() == report, "of one process"
     assert str(report).splitlines()[0] == (
         f"{str(REPLAY).splitlines()[0]}; the live router agrees with 96.5% of the trace's routes beyond chance "
-        "(2 of 4 layers judged)"
+        "(2 of 4 layers have enough evidence)"
     )
     assert str(report).splitlines()[1:] == str(REPLAY).splitlines()[1:]
     numbers = {name: value for name, value in report.metrics().items() if name not in REPLAY.metrics()}
@@ -121,14 +121,16 @@ def test_the_first_line_says_how_the_live_router_agrees_and_a_logger_gets_it():
     assert "was compared in no row" in str(no_row)
     assert replace(REPLAY, agreement=no_row).metrics() == REPLAY.metrics()
     few = replace(AGREEMENT, layers={3: Sums(3, 5, 5, 5, 5)})
-    assert str(few) == "too few routes were compared to judge any of 4 layers"
+    assert str(few) == "too few routes were compared in any of 4 layers"
 
 
 def test_a_low_layer_and_wrong_rows_have_lines_of_their_own():
-    wrong = Finding(75.0, "sample 3, tokens 4 to 90, layer 5: routes of other tokens")
+    wrong = Anomaly(75.0, "sample 3, tokens 4 to 90, layer 5: routes of other tokens")
     low = replace(AGREEMENT, layers={5: Sums(90, 10, 140, 10, 140)}, block=wrong)
     headline, *facts = str(replace(REPLAY, agreement=low)).splitlines()
-    assert headline.endswith("agrees with 7.1% of the trace's routes beyond chance (1 of 4 layers judged)")
+    assert headline.endswith(
+        "agrees with 7.1% of the trace's routes beyond chance (1 of 4 layers have enough evidence)"
+    )
     assert facts[-2:] == [
         "  least layer                    7%  layer 5: routes of older weights, or of other rows?",
         f"  evidence of wrong rows         75  {wrong.text}",
@@ -180,12 +182,12 @@ def test_agreement_adds_up_over_ranks_that_hold_the_same_layers_and_others():
         AGREEMENT,
         layers={1: Sums(90, 0, 140, 0, 140), 9: Sums(9, 9, 9, 9, 9)},
         num_layers=2,
-        block=Finding(9.0, "sample 4"),
+        block=Anomaly(9.0, "sample 4"),
         rows_apart=5,
     )
     total = summed(*(replace(REPLAY, agreement=each) for each in (AGREEMENT, other))).agreement
     assert (total.layers[1], sorted(total.layers)) == (Sums(180, 130, 280, 130, 280), [1, 2, 3, 9])
-    assert (total.num_layers, total.block, total.judged) == (4, (9.0, "sample 4"), {1: 130 / 280, 2: 1.0})
+    assert (total.num_layers, total.block, total.by_layer) == (4, (9.0, "sample 4"), {1: 130 / 280, 2: 1.0})
     assert total.rows_apart == 7
 
 

@@ -103,12 +103,12 @@ def test_what_is_read_as_one_sample_alone_is_read_so_in_full() -> None:
 
 def test_tokens_inside_a_sample_are_found_at_whole_tokens() -> None:
     samples = sorted_samples([[1, 256, 65536], [3, 1, 2]])
-    assert samples.find_inside(keys_of([1, 2])) == (1, 1)
-    assert samples.find_inside(keys_of([256, 65536])) == (0, 1)
-    assert samples.find_inside(keys_of([1])) == (1, 1)
-    assert samples.find_inside(keys_of([1 << 24 | 1])) is None
+    assert samples.locate_inside(keys_of([1, 2])) == (1, 1)
+    assert samples.locate_inside(keys_of([256, 65536])) == (0, 1)
+    assert samples.locate_inside(keys_of([1])) == (1, 1)
+    assert samples.locate_inside(keys_of([1 << 24 | 1])) is None
     # The last byte of 256 and the first seven of two zeros are alike, too.
-    assert sorted_samples([[256, 0, 0, 9]]).find_inside(keys_of([0, 0])) == (0, 1)
+    assert sorted_samples([[256, 0, 0, 9]]).locate_inside(keys_of([0, 0])) == (0, 1)
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4])

@@ -1,18 +1,24 @@
 """Findings of a rank and of all ranks, at their limits: rows packed by hand, no router around them."""
 
+import inspect
+import re
+
 import numpy as np
 import pytest
 import torch
 
 import megatron_router_replay as mrr
+from megatron_router_replay.mcore import judge
+from megatron_router_replay.mcore.batches import equal_samples
+from megatron_router_replay.mcore.judge import agreement, blocks, causes, group_check, places, report, verdict
 from megatron_router_replay.mcore.judge.blocks import EVIDENCE
 from megatron_router_replay.mcore.judge.verdict import (
+    Anomaly,
     ComparedLayer,
-    Finding,
-    Part,
-    RankJudgement,
+    RankEvidence,
+    SharedBlock,
     Sums,
-    judge,
+    group_verdict,
 )
 
 EXPERTS, TOPK = 64, 4
@@ -43,14 +49,24 @@ def compared(wrong=(), *, num=200, layer=1, number=0, sequences=1, rows=None, ex
     return ComparedLayer((0, number), layer, shape, rows, torch.empty(0), torch.empty(0)), s_major(packed), loads
 
 
-def judgement(*parts, trace=None):
-    return RankJudgement(parts, topk=TOPK, num_experts=EXPERTS, rank=3, trace=trace)
+def rank_evidence(*parts, trace=None):
+    return RankEvidence(parts, topk=TOPK, num_experts=EXPERTS, rank=3, trace=trace)
 
 
 def texts(*parts, trace=None):
     """Return what is said of blocks, by evidence."""
-    findings = sorted(judgement(*parts, trace=trace).findings, reverse=True)
-    return [finding.text for finding in findings if "routes of other tokens" in finding.text]
+    anomalies = sorted(rank_evidence(*parts, trace=trace).anomalies, reverse=True)
+    return [anomaly.text for anomaly in anomalies if "routes of other tokens" in anomaly.text]
+
+
+def test_the_table_of_limits_has_every_limit_of_the_family_with_its_value():
+    table = dict(re.findall(r"^    (\w+) +([\d.]+) ", judge.__doc__, re.MULTILINE))
+    limits = {"min_agreement": inspect.signature(mrr.replay).parameters["min_agreement"].default}
+    for module in (agreement, blocks, causes, group_check, places, report, verdict, equal_samples):
+        named = {name: value for name, value in vars(module).items() if isinstance(value, int | float)}
+        limits |= {name: value for name, value in named.items() if name.isupper() and name != "ALL"}
+    assert len(table) == 33
+    assert {name: float(value) for name, value in table.items()} == limits
 
 
 def trace_of(num):
@@ -62,8 +78,8 @@ def summary(**values):
     nothing = {
         "replica": 0,
         "layers": {},
-        "findings": [],
-        "parts": [],
+        "anomalies": [],
+        "shared_blocks": [],
         "trace": "a trace",
         "wrong_rows": [],
         "layout": [],
@@ -74,10 +90,10 @@ def summary(**values):
 # ---- a rank
 @pytest.mark.parametrize(("num_wrong", "raises"), [(11, False), (12, True)])
 def test_twelve_kinds_of_rows_are_the_least_that_raise(num_wrong, raises):
-    found = judgement(compared(range(num_wrong), rows=range(200)), trace=trace_of(200))
-    assert [finding.evidence for finding in found.findings] == [6.0 * num_wrong]
+    found = rank_evidence(compared(range(num_wrong), rows=range(200)), trace=trace_of(200))
+    assert [anomaly.evidence for anomaly in found.anomalies] == [6.0 * num_wrong]
     assert found.wrong_rows == ([[0, 12]] if raises else [])
-    assert bool(judge([summary(findings=found.findings)], 0.25).problems) == raises
+    assert bool(group_verdict([summary(anomalies=found.anomalies)], 0.25).problems) == raises
 
 
 @pytest.mark.parametrize(
@@ -94,7 +110,7 @@ def test_twelve_kinds_of_rows_are_the_least_that_raise(num_wrong, raises):
 )
 def test_a_layer_with_few_decisions_warns_where_one_with_more_raises(most, agreement, says):
     sums = Sums(100, agreement * most, most, agreement * most, most)
-    found = judge([summary(layers={3: sums, 2: Sums(100, 60, 60, 60, 60)})], 0.25)
+    found = group_verdict([summary(layers={3: sums, 2: Sums(100, 60, 60, 60, 60)})], 0.25)
     assert found.warnings == [
         "the live router agrees little with the replayed routes: layers " + says.removeprefix("warns of layers ")
     ] * says.startswith("warns")
@@ -103,24 +119,24 @@ def test_a_layer_with_few_decisions_warns_where_one_with_more_raises(most, agree
 
 def test_many_rows_of_a_kind_are_little_evidence():
     """A thousand rows of one kind that disagree are those of a near-tie."""
-    assert Sums(1000, -100, 1000, -20, 127).judged is None
-    assert Sums(1000, 100, 1000, 60, 200).judged == 0.3
-    assert Sums(1000, 400, 1000, 60, 200).judged == 0.4
+    assert Sums(1000, -100, 1000, -20, 127).layer_agreement is None
+    assert Sums(1000, 100, 1000, 60, 200).layer_agreement == 0.3
+    assert Sums(1000, 400, 1000, 60, 200).layer_agreement == 0.4
 
 
 @pytest.mark.parametrize(("num_wrong", "raises"), [(19, False), (20, True)])
 def test_twenty_single_rows_are_the_least_that_raise(num_wrong, raises):
     wrong = range(7, 4000, 200)[:num_wrong]  # 0.5 % of all rows
-    found = judgement(compared(wrong, num=4000, rows=range(4000)), trace=trace_of(4000))
-    single = [finding for finding in found.findings if "single rows" in finding.text]
-    assert [finding.evidence for finding in single] == [EVIDENCE] * raises * 2, "of the layer, and of all layers"
+    found = rank_evidence(compared(wrong, num=4000, rows=range(4000)), trace=trace_of(4000))
+    single = [anomaly for anomaly in found.anomalies if "single rows" in anomaly.text]
+    assert [anomaly.evidence for anomaly in single] == [EVIDENCE] * raises * 2, "of the layer, and of all layers"
     assert found.wrong_rows == [[row, row + 1] for row in wrong] * raises
     assert found.rows_apart == num_wrong
 
 
 def test_single_rows_of_several_layers_add_up():
     two = [compared(range(7 + 40 * layer, 2000, 200), num=2000, layer=layer) for layer in (1, 2)]
-    (single,) = (finding for finding in judgement(*two).findings if "single rows" in finding.text)
+    (single,) = (anomaly for anomaly in rank_evidence(*two).anomalies if "single rows" in anomaly.text)
     assert single.text.startswith("rank 3, 2 layers: 20 single rows")
     assert single.evidence == EVIDENCE, "20 of 20 that noise may give"
 
@@ -129,7 +145,7 @@ def test_single_rows_of_several_layers_add_up():
 def test_the_only_rows_of_a_layer_agree_as_by_chance(num):
     part, packed, loads = compared(num=4, first=np.where(np.arange(4) < num, 0, -1))
     loads[:] = num * (np.arange(EXPERTS) < TOPK)
-    assert judgement((part, packed, loads)).sums[1] == Sums(float(num), 0.0, 0.0, 0.0, 0.0)
+    assert rank_evidence((part, packed, loads)).sums[1] == Sums(float(num), 0.0, 0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("num", [16, 17])
@@ -138,7 +154,7 @@ def test_wrong_experts_are_listed_up_to_sixteen(num):
     wrong = range(0, 2000, 20)
     experts[wrong] = 20 + np.arange(4 * len(wrong)).reshape(-1, TOPK) % num
     (text,) = (
-        each.text for each in judgement(compared(wrong, num=2000, experts=experts)).findings if "ids" in each.text
+        each.text for each in rank_evidence(compared(wrong, num=2000, experts=experts)).anomalies if "ids" in each.text
     )
     listed = ", ".join(map(str, range(20, 36))) + ", ..." * (num > 16)
     assert text.startswith(f"rank 3, layer 1: experts {listed} are hardly ever near the live router's choice")
@@ -203,7 +219,7 @@ def test_parts_of_sequences_are_the_clearest_first_with_their_rows():
     wrong = [*range(20, 24), *range(130, 142)]
     rows = [*range(0, 200, 2), *range(200, 300)]
     small, large = 4 * 6.0, 12 * 6.0
-    parts = judgement(compared(wrong, sequences=2, rows=rows), trace=trace_of(300)).parts(5)
+    parts = rank_evidence(compared(wrong, sequences=2, rows=rows), trace=trace_of(300)).shared_blocks(5)
     assert [(part.name, part.evidence, part.rows) for part in parts] == [
         ("5 0.0.1 [1]", large, [[230, 242]]),
         ("5 0.0.0 [1]", small, [[40, 41], [42, 43], [44, 45], [46, 47]]),
@@ -213,21 +229,22 @@ def test_parts_of_sequences_are_the_clearest_first_with_their_rows():
 
 # ---- all ranks
 def test_a_layer_is_judged_from_128_decisions_on_and_raises_or_warns_below_a_limit():
-    assert Sums(100, 31.75, 127, 31.75, 127).judged is None
+    assert Sums(100, 31.75, 127, 31.75, 127).layer_agreement is None
     at_limits = {1: Sums(100, 32, 128, 32, 128), 2: Sums(100, 64, 128, 64, 128)}
-    assert judge([summary(layers=at_limits)], 0.25)[:2] == (
+    assert group_verdict([summary(layers=at_limits)], 0.25)[:2] == (
         [],
         ["the live router agrees little with the replayed routes: layers 1: 25%"],
     )
     assert (
-        "less than min_agreement=0.26 in 1 of 2 layers (1: 25%" in judge([summary(layers=at_limits)], 0.26).problems[0]
+        "less than min_agreement=0.26 in 1 of 2 layers (1: 25%"
+        in group_verdict([summary(layers=at_limits)], 0.26).problems[0]
     )
 
 
 @pytest.mark.parametrize("agreement", [0.1, 0.4])
 def test_several_replicas_say_the_same_once(agreement):
     layers = {1: Sums(100, 100 * agreement, 200, 200 * agreement, 200)}
-    told = judge([summary(replica=replica, layers=layers) for replica in range(3)], 0.25)
+    told = group_verdict([summary(replica=replica, layers=layers) for replica in range(3)], 0.25)
     assert (len(told.problems), len(told.warnings)) == ((1, 0) if agreement < 0.25 else (0, 1))
 
 
@@ -237,15 +254,17 @@ def test_several_replicas_say_the_same_once(agreement):
 def test_parts_raise_from_the_evidence_of_a_block_on(num_ranks, value, raises):
     """Twelve kinds of rows on each rank, less 15, which noise rises on each rank but one."""
     parts = [
-        Part("0 0.0.0 [1]", 12 * value, {f"{rank} {kind}": value for kind in range(12)}, "these rows", [[rank, 9]])
+        SharedBlock(
+            "0 0.0.0 [1]", 12 * value, {f"{rank} {kind}": value for kind in range(12)}, "these rows", [[rank, 9]]
+        )
         for rank in range(num_ranks)
     ]
-    told = judge([summary(parts=[part]) for part in parts], 0.25)
+    told = group_verdict([summary(shared_blocks=[part]) for part in parts], 0.25)
     assert bool(told.problems) == raises
     assert told.wrong_rows == ({"a trace": [[rank, 9] for rank in range(num_ranks)]} if raises else {})
 
 
-def test_a_finding_raises_from_its_evidence_on():
-    assert judge([summary(findings=[Finding(71.9, "rows")])], 0.25).problems == []
-    (problem,) = judge([summary(findings=[Finding(72.0, "rows")])], 0.25).problems
+def test_an_anomaly_raises_from_its_evidence_on():
+    assert group_verdict([summary(anomalies=[Anomaly(71.9, "rows")])], 0.25).problems == []
+    (problem,) = group_verdict([summary(anomalies=[Anomaly(72.0, "rows")])], 0.25).problems
     assert problem.startswith("rows. The log-likelihood ratio is 72, 72 raises")

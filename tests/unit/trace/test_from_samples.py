@@ -60,7 +60,11 @@ def test_layers_that_are_not_named_are_dropped() -> None:
         ([[[0, 1]] * 3] * 2, {}, "MRR302: sample 1: routes have 3 layers"),
         (ONE, {"layer_numbers": [4]}, "MRR302: sample 0: routes have 2 layers"),
         ([[0, 1]] * 2, {}, r"MRR102: sample 1: .*tokens must be \[T\] and routes \[T, layers, topk\]"),
-        (torch.zeros(2, 2, 2, dtype=torch.uint8), {"num_experts": 257}, "MRR101: sample 1: .* cannot hold ids of 257"),
+        (
+            torch.zeros(2, 2, 2, dtype=torch.uint8),
+            {"num_experts": 257},
+            "MRR101: sample 1: .* too narrow for the ids of 257",
+        ),
         (ONE, {"weight_version": [1, [1, 1]]}, r"MRR102: sample 1: .*one or \[3\], got \[2\]"),
         ([[[0], [2]]] * 2, {}, "MRR102: sample 1 has topk=1"),
         ([[[0, 1], [2]]] * 2, {}, "MRR101: sample 1: routes must be an array, got list"),
@@ -101,7 +105,8 @@ def random_rows(num_rows: int) -> np.ndarray:
 def test_a_route_of_the_last_token_means_that_rows_may_be_late() -> None:
     rows, ids = random_rows(7), list(range(20, 27))
     with pytest.raises(
-        TraceError, match=r"MRR302: sample 0: 7 rows of routes for 7 tokens.*\(BOS\), every row is one token late"
+        TraceError,
+        match=r"MRR302: sample 0: 7 rows of routes for 7 tokens.*\(BOS\) is missing, every row is one token late",
     ):
         RoutingTrace.from_samples([ids], [rows], **SIZES)
     for last, expected in (("unrouted", 6), ("routed", 7)):

@@ -130,7 +130,7 @@ def test_layers_get_other_numbers_and_stay_in_the_order_of_their_numbers():
 @pytest.mark.parametrize(
     ("numbers", "message"),
     [
-        ({2: 1}, r"says nothing of layer 4"),
+        ({2: 1}, r"has no number for layer 4"),
         ({2: 5, 4: 5}, r"must increase from 1 or more, got \[5, 5\]"),
         ({2: 1.5, 4: 2}, "must be an integer"),
     ],

@@ -84,11 +84,11 @@ REFUSED = {
     "a row of -1 in one layer only": (dict(routes=[[[0, 1], [-1, -1]]]), "outside 0..3"),
     "uint8 of 257 experts": (
         dict(routes=np.uint8(ROUTES), num_experts=257),
-        "uint8, which cannot hold ids of 257 experts",
+        "uint8, too narrow for the ids of 257 experts",
     ),
     "255 in int8, which is -1": (
         dict(routes=np.array([[[255]]]).astype(np.int8), layer_numbers=(1,), num_experts=256),
-        "int8, which cannot hold ids of 256 experts",
+        "int8, too narrow for the ids of 256 experts",
     ),
     "rows of several lengths": (dict(routes=[[[0, 1], [2]]]), "topk_indices must be an array, got list"),
     "a mask of several lengths": (dict(replay_mask=[[True], [True, False]]), "replay_mask must be an array"),

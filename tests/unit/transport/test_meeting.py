@@ -16,7 +16,7 @@ SOON_S = 20
 def pair():
     store = open_store("127.0.0.1", is_server=True)
     pair = [
-        Connections(store, "x", rank=rank, members=["a", "b"], timeout=timedelta(seconds=SOON_S), group=object())
+        Connections(store, rank=rank, members=["a", "b"], timeout=timedelta(seconds=SOON_S), group=object())
         for rank in range(2)
     ]
     for each in pair:
@@ -50,4 +50,4 @@ def test_a_process_that_waits_sees_an_error_when_it_looks(pair):
 def test_the_store_gets_some_thousand_looks_a_second_at_most_and_each_process_one(num_members, seconds):
     store = open_store("127.0.0.1", is_server=True)
     members = [str(rank) for rank in range(num_members)]
-    assert Connections(store, "x", rank=0, members=members, timeout=timedelta(1))._look_s == seconds
+    assert Connections(store, rank=0, members=members, timeout=timedelta(1))._look_s == seconds
