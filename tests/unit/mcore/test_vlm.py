@@ -476,4 +476,4 @@ def test_tokens_of_another_layout_are_not_compared_with_rows_by_hand() -> None:
         session.microbatch(torch.tensor([ROWS_A + ROWS_B]))
         model.language_model(ids(A, [*B, 0, 0]), decoder_input=torch.zeros(8, 1, 8))
     assert wrong(calls, trace, {0: [[*ROWS_A, *ROWS_B]]}) == 0
-    assert session.report.rows_replayed == 8
+    assert session.report.rows_replayed == 6  # the last token of a sample has no route
