@@ -485,3 +485,13 @@ def test_a_wrapped_model_in_a_critic_is_found_at_any_depth() -> None:
     with oracle(model) as calls, mrr.replay(around, trace, **DRAWN):
         around(ids(A), 0)
     assert wrong(calls, trace, {0: [ROWS_A]}) == 0
+
+
+def test_tokens_of_another_layout_are_not_compared_with_rows_by_hand() -> None:
+    """A trainer may pass padded input_ids together with the packed hidden states that it made of them."""
+    model, trace = TinyVLM(), alike([A, B, C])
+    with oracle(model) as calls, mrr.replay(model.language_model, trace, **DRAWN) as session:
+        session.microbatch(torch.tensor([ROWS_A + ROWS_B]))
+        model.language_model(ids(A, [*B, 0, 0]), decoder_input=torch.zeros(8, 1, 8))
+    assert wrong(calls, trace, {0: [[*ROWS_A, *ROWS_B]]}) == 0
+    assert session.report.rows_replayed == 6  # the last token of a sample has no route
