@@ -1,4 +1,4 @@
-"""All ranks raise, or none: a rank that fails before a collective must not leave the others waiting in it."""
+"""All ranks raise, or none: a rank that fails before a collective must not leave its peers waiting in it."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
+import textwrap
 import warnings
 from contextlib import suppress
 from importlib import import_module
@@ -134,12 +135,24 @@ def _package(name: str) -> dict[str, str] | None:
 
 
 def _environment_text(environment: dict[str, Any]) -> list[str]:
+    """Return lines of at most 80 columns, but for the folders of packages, which stand alone to be copied."""
     lines = [f"megatron_router_replay {environment['megatron_router_replay']}, Python {environment['python']}"]
+    by_folder: dict[str, list[str]] = {}
     for name, package in environment["packages"].items():
         if package is None:
-            lines.append(f"  {name:<18} not installed{'' if name in _NEEDED else ' (optional)'}")
+            folder, text = "", f"not installed{'' if name in _NEEDED else ' (optional)'}"
         else:
-            lines.append(f"  {name:<18} {package['version']:<14} {printable(package['path'])}")
+            depth = _MODULES.get(name, name).count(".") + 1
+            folders = [str(folder) for folder in Path(package["path"]).parents]
+            folder, text = "".join(folders[depth - 1 : depth]), package["version"]  # a built-in module has no folder
+        by_folder.setdefault(folder, []).append(f"  {name:<18} {text}")
+    for folder, packages in by_folder.items():
+        lines += [f"in {printable(folder)}:"] * bool(folder) + packages
     lines.append(f"  {'GPUs':<18} {', '.join(environment['gpus']) or 'none; everything here works on a CPU'}")
-    lines += [f"  note: {note}" for note in environment["notes"]]
-    return lines + [f"  problem: {problem}" for problem in environment["problems"]]
+    lines += [_wrapped(f"  note: {note}") for note in environment["notes"]]
+    return lines + [_wrapped(f"  problem: {problem}") for problem in environment["problems"]]
+
+
+def _wrapped(line: str) -> str:
+    """Return the line in rows of at most 80 columns; words and file names stay whole."""
+    return textwrap.fill(line, 80, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)

@@ -53,7 +53,7 @@ def find_clues(decisions: Decisions) -> Iterator[Fact]:
         return
     moved = list(_moved_experts(decisions))
     yield from _experts(moved)
-    # The rows of a token may all hold an expert that its router prefers.
+    # The rows of a token may all have an expert that its router prefers.
     token = list(_token(decisions, by_chance=all(each.layer_number > decisions.layer_numbers[0] for each in moved)))
     yield from token
     # The token changes the rows that attend to it, and begins no sample here.

@@ -134,7 +134,7 @@ def _matches(diff: Comparison) -> list[str]:
 
 
 def _is_in_unrelated(fact: Fact, diff: Comparison) -> bool:
-    """Return whether a larger fact says that the rows and layers of this one are unrelated."""
+    """Return whether the rows and layers of this fact are unrelated by a larger one."""
     assert fact.rows is not None
     return any(
         each.kind == "nothing"
@@ -227,7 +227,7 @@ def _depth(diff: Comparison, different: Sequence[int]) -> str:
 
 
 def _fits(rest: _Rest) -> str:
-    """Return the causes that fit where no place stands out."""
+    """Return the causes that fit where differences begin at no place."""
     little = "weights or a config that differ a little"
     if sum(rest.different) >= _FEW and (rest.by_one < 0.8 or rest.shares[0] > 2 * _PRECISION_SHARE):
         causes = f"weights or a config that differ, a random mask, different rows in some places, or {_CAPTURED}"
@@ -264,7 +264,7 @@ def _place(diff: Comparison, onset: _Onset, rest: _Rest) -> list[str]:
         elif exchanged < 0.5 or rest.shares[0] <= 2 * _PRECISION_SHARE:  # a model that differs so much moves more rows
             causes.append("different rows in some places")
         known = set(rest.clues) & {"token", "first_rows"} or _is_sure(diff, rest)
-        is_open = "" if "expert" in rest.clues else f": {_OPEN}"  # an expert that is not sure says so itself
+        is_open = "" if "expert" in rest.clues else f": {_OPEN}"  # the cause of an uncertain expert includes it
         fits = "" if known else f" That fits {', '.join(causes)}, or {_CAPTURED}{is_open}."
         return [f"something {between}, or everywhere, differs: {rows}{by_one}; {rest.counted}.{fits}"]
     below = "none" if onset.is_clean else f"{percent(max(rest.shares[:i]))} at most"

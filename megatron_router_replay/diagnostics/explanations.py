@@ -19,7 +19,7 @@ MIN_ROWS = 6
 """Rows of a match; fewer match different rows by chance."""
 
 _MIN_DECISIONS = 12  # of a layer; of fewer, most are alike by chance
-_RENAMED = 0.85  # of the rows that hold an expert, as another id; near-ties move a half, another precision a tenth
+_RENAMED = 0.85  # of the rows with an expert, as another id; near-ties move a half, another precision a tenth
 _MOST_NAMES = 3  # sets of a few ids that have a fact each; more have one
 _KEY_ROWS = 3  # rows in a key: a single set of experts occurs too often
 _MOST_OCCURRENCES = 64  # a key that occurs more often, such as filler, is ignored
@@ -116,7 +116,7 @@ def _repeated_route(window: Window, left: Array) -> Iterator[Explanation]:
     for layer, rows in _rows_by_layer(window, left):
         sets, times = np.unique(window.sets_b[rows, layer], return_counts=True)
         shared = count_shared(window.ids_a[rows, window.column[layer]], window.ids_b[rows, layer])
-        # A router that prefers experts exchanges one of them for its neighbours in rank; filler knows no ranks.
+        # A router that prefers experts exchanges one of them for its neighbours in rank; filler follows no ranks.
         if times.max() >= FITS * len(rows) and (shared == window.a.topk - 1).mean() < 0.8:
             constant[:, layer] = left[:, layer] & (window.sets_b[:, layer] == sets[times.argmax()])
     if constant.any():

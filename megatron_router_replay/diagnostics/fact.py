@@ -17,7 +17,7 @@ class Fact:
             of b match different layers of a; "constant": one route is repeated; "names": the experts of a under different
             ids; "nothing": b and a are as unlike as unrelated rows; "expert_order": the same experts in a different order;
             "samples", "layers", "tokens": the traces cover different samples, layers or tokens. Clues, about decisions that
-            nothing of this explains: "expert" was gained or lost; "token": its rows differ; "first_rows" of samples agree;
+            no such fact explains: "expert" was gained or lost; "token": its rows differ; "first_rows" of samples agree;
             "earlier_expert": rows used one in the layer below.
         text: one plain sentence.
         layer_numbers: its layers in b; empty: all, or none.
@@ -25,7 +25,7 @@ class Fact:
         decisions: in these rows and layers; of a clue, those that show it.
         expert: that was gained or lost, or that rows used before they differ; None: several, or the fact is not about one.
         verb: of the expert in b, "gained" or "lost"; empty: it has none.
-        token: the id that the rows hold.
+        token: the id in the rows.
         later_layers: "agree" or "differ", after layers under different ids; empty: there are none, or the fact is not about
             ids.
     """

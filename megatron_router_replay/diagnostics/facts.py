@@ -1,4 +1,4 @@
-"""Find the facts of two traces: what they cover, what b's routes match in a, and what the rest shares."""
+"""Find the facts of two traces: coverage, matches of b's routes in a, and clues that the rest shares."""
 
 from __future__ import annotations
 

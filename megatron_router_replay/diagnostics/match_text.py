@@ -99,7 +99,7 @@ def _samples(window: Window, rows: Array, offsets: Array) -> str:
 
 
 def _ids(by_layer: Array) -> str:
-    """Return the words for b's ids of a's experts, [layers, num_experts]; those of the lowest layer stand for all."""
+    """Return the words for b's ids of a's experts, [layers, num_experts]; those of the lowest layer represent all."""
     names, num_experts = by_layer[0], by_layer.shape[1]
     added, times = np.unique((names - np.arange(num_experts)) % num_experts, return_counts=True)
     # The names of rare experts may be wrong.
@@ -126,7 +126,7 @@ def _later_layers(window: Window, rows: Array, layers: Array, explained: Array) 
         return "", ""
     before = np.setdiff1d(np.flatnonzero(window.column >= 0), np.arange(layers.min(), window.different.shape[1]))
     noise = different[np.ix_(rows, before)].mean(axis=0).max() if len(before) else 0.0
-    # Of a few ids, the rows that hold none of them follow less.
+    # Of a few ids, the rows without any of them follow less.
     renamed = rows[window.different[np.ix_(rows, layers)].any(axis=1)]
     agree = different[np.ix_(renamed, later)].mean(axis=0).max() <= 0.1 + 3 * noise
     return "agree" if agree else "differ", percent(float(different[np.ix_(rows, later)].mean()))

@@ -91,7 +91,7 @@ def _choose(window: Window, bad: Array, unrelated: Array) -> tuple[list[Explanat
 
 
 def _with_names_of_layers(window: Window, matches: list[_Match], each: Explanation) -> list[_Match]:
-    """Return the matches with names that hold in all rows of layers; cells that showed them alone join these."""
+    """Add names that fit all rows of some layers to the matches; cells with these names join them."""
     layers = np.flatnonzero(each.fitting.any(axis=0))
     regions, others = [(np.flatnonzero(window.alike), layers)], []
     for other, at in matches:

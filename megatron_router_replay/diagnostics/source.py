@@ -189,9 +189,7 @@ def open_source(
     if not isinstance(trace, (str, os.PathLike)):
         if not isinstance(trace, Sequence) or not trace:
             given = "an empty list of parts" if isinstance(trace, Sequence) else f"a {type(trace).__name__}"
-            raise TraceError(
-                f"MRR101: {name} is {given}: give a RoutingTrace, the path of one, or a list of such parts."
-            )
+            raise TraceError(f"MRR101: {name} is {given}: give a RoutingTrace, its path, or a list of such parts.")
         opened = [open_source(part, name=f"part {i} of {name}", step=step, run=run) for i, part in enumerate(trace)]
         files = [file for source in opened for file in source.files]
         return TraceSource([part for source in opened for part in source.parts], name, f"{len(opened)} parts", files)

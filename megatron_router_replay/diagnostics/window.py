@@ -1,6 +1,6 @@
 """Read the rows of two traces that are searched for matches, cut into pieces.
 
-A piece has about 32 rows of one sample; a piece of one layer is a cell.
+A piece has about 32 rows of a sample; a piece in a single layer is a cell.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import numpy as np
@@ -234,17 +236,16 @@ def as_array(value: Any, *, source: Source) -> Array:
         raise source.error("MRR310: is a single number, expected an array.")
     if converted.dtype.kind not in "iu":
         raise source.error(f"MRR310: must hold integers, got {converted.dtype}.")
-    if is_list and _has_bools(value):  # numpy reads a bool among integers as 0 or 1
+    if is_list and _has_bools(value, converted):  # numpy reads a bool among integers as 0 or 1
         raise source.error("MRR310: must hold integers, got bool.")
     return converted
 
 
-def _has_bools(value: Any) -> bool:
-    """Return whether there is a bool in nested lists."""
-    if not isinstance(value, (list, tuple)):
-        return False
-    types = set(map(type, value))  # many times faster than a loop over the innermost lists
-    return not types.isdisjoint((bool, np.bool_)) or (not types <= {int} and any(map(_has_bools, value)))
+def _has_bools(value: Any, converted: Array) -> bool:
+    """Return whether there is a bool in nested lists, which numpy has read as 0 or 1."""
+    suspects = ((converted == 0) | (converted == 1)).any(axis=-1)  # an innermost list is seldom one
+    innermost = (reduce(getitem, index, value) for index in np.argwhere(suspects).tolist())
+    return any(not {bool, np.bool_}.isdisjoint(map(type, each)) for each in innermost)
 
 
 def as_token_ids(value: Any, *, source: Source) -> Array:

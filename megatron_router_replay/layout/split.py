@@ -1,7 +1,7 @@
 """From [b, s] as the data pipeline has it to [n] as one rank's router sees it: the splits over parallel ranks.
 
 Context-parallel ranks keep some positions of each sequence. Megatron turns the rest, [b, s], into [s, b, h]; under sequence
-parallelism each tensor-parallel rank keeps a run of consecutive s; the router flattens what it gets, so position s of every
+parallelism each tensor-parallel rank keeps a run of consecutive s; the router flattens its input, so position s of every
 sequence comes before position s + 1 of any.
 """
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_router_replay.checks import as_integer
 from megatron_router_replay.errors import TraceError
-from megatron_router_replay.trace.ids import check_topk_indices, fill_unrouted, find_outside, index_dtype
+from megatron_router_replay.trace.ids import check_topk_indices, empty_routes, fill_unrouted, find_outside
 from megatron_router_replay.trace.runs import as_slice
 from megatron_router_replay.trace.stale import find_stale_rows, same_as_before
 from megatron_router_replay.trace.values import (
@@ -63,16 +63,16 @@ def join_samples(
     token_ids, lengths = _join_tokens(tokens)
     ends = list(accumulate(lengths, initial=0))
     mask = np.zeros(ends[-1], np.bool_)
-    indices: Array | None = None
+    joined: Tensor | None = None
     for number, (start, stop) in enumerate(pairwise(ends)):
         try:
             rows, routed = _sample(stop - start, routes[number], masks[number], num_experts, layer_numbers, last_token)
-            if indices is None:
+            if joined is None:
                 check_topk(rows.shape[2], num_experts)
-                shape, dtype = (ends[-1], len(layer_numbers), rows.shape[2]), index_dtype(num_experts)
-                indices = torch.empty(shape, dtype=dtype).numpy()
+                joined = empty_routes(ends[-1], len(layer_numbers), rows.shape[2], num_experts=num_experts)
         except TraceError as error:
             raise _of_sample(number, error) from error
+        indices = joined.numpy()
         if rows.shape[2] != indices.shape[2]:
             raise TraceError(f"MRR102: sample {number} has topk={rows.shape[2]}, sample 0 has another.")
         place = slice(start, start + len(rows))
@@ -86,8 +86,8 @@ def join_samples(
                 check_topk_indices(
                     rows, num_experts=num_experts, layer_numbers=layer_numbers, replay_mask=checked, out=out
                 )
-    assert indices is not None, "there is a sample"
-    joined, joined_mask = torch.from_numpy(indices), torch.from_numpy(mask)
+    assert joined is not None, "there is a sample"
+    joined_mask = torch.from_numpy(mask)
     fill_unrouted(joined, joined_mask, num_experts=num_experts)
     _check(joined, mask, token_ids, ends, num_experts, layer_numbers)
     return {

@@ -171,10 +171,10 @@ def _check_same(
 def _check_no_gaps(
     parts: Sequence[RoutingTrace], names: Sequence[str], layer_numbers: tuple[int, ...], seen: Tensor, mask: Tensor
 ) -> None:
-    """Raise if a row has routes in some layers only (`seen` [num_tokens, layers]), or is known to no part."""
-    in_some = seen.any(dim=1) & ~mask
+    """Raise if a row has routes in some layers only (`seen` [layers, num_tokens] uint8), or is known to no part."""
+    in_some = seen.amax(dim=0).bool() & ~mask
     if bool(in_some.any()):
-        missing = (~seen[in_some]).sum(dim=0).tolist()
+        missing = (seen[:, in_some] == 0).sum(dim=1).tolist()
         layers = {number: count for number, count in zip(layer_numbers, missing) if count}
         having = [name for name, part in zip(names, parts) if not layers.keys().isdisjoint(part.layer_numbers)]
         raise TraceError(

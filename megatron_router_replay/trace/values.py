@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_router_replay.checks import as_integer, shown
 from megatron_router_replay.errors import TraceError
-from megatron_router_replay.trace.ids import check_topk_indices, fill_unrouted, index_dtype
+from megatron_router_replay.trace.ids import check_topk_indices, empty_routes, fill_unrouted, index_dtype
 
 _MAX_INTEGER = (1 << 63) - 1
 
@@ -108,7 +108,7 @@ def rows_of_minus_one(rows: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np
 
 def as_stored_indices(indices: Tensor, mask: Tensor, *, num_experts: int, layer_numbers: tuple[int, ...]) -> Tensor:
     """Return checked indices in the stored dtype, rows outside the mask filled with distinct ids; a copy."""
-    stored = torch.empty(indices.shape, dtype=index_dtype(num_experts), device=indices.device)
+    stored = empty_routes(*indices.shape, num_experts=num_experts, device=indices.device)
     # Checked as they came, before narrowing: a cast would wrap 300 to 44, and 256 to expert 0.
     out = stored if indices.is_cpu else None
     check_topk_indices(indices, num_experts=num_experts, layer_numbers=layer_numbers, replay_mask=mask, out=out)

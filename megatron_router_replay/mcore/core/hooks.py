@@ -17,7 +17,7 @@ A forward's way through a session, in the order of calls:
             -> Microbatches._on_routed -> Chunk.routed                                     one router of the micro-batch ran
     dispatch_preprocess                                                                    gets both outputs; see `dispatch`
 
-In miles' fork the manager that this function asks for a top-k hands out the call; see `upstream.MANAGER`.
+In miles' fork the manager that this function gets its top-k from hands out the call; see `upstream.MANAGER`.
 
 Source: Megatron-Core 0.16.1 to 0.19.2, router.TopKRouter.routing and moe_utils.topk_routing_with_score_function.
 """
@@ -264,13 +264,13 @@ def _wraps_routing() -> bool:
 
 
 def check_routing() -> None:
-    """Raise if routers no longer pass the hooks; runs of checkpoints and rows by hand ask no more, for they are many."""
+    """Raise if routers no longer pass the hooks; runs of checkpoints and rows by hand check no more, for they are many."""
     if not _wraps_routing() and (dispatch.held_routers or _any_driven()):
         check_installed()
 
 
 def _any_driven() -> bool:
-    """Return whether a RouterReplay of ours has an action; a fused router without the hook would request nothing of it."""
+    """Return whether a RouterReplay of ours has an action; a fused router without the hook would not call it."""
     return any(getattr(each, "is_driven", False) for each in RouterReplay.global_router_replay_instances)
 
 
@@ -366,7 +366,7 @@ def _topk_hook(original: Any) -> Any:
             if takes_argument:
                 kwargs[REPLAY_ARGUMENT] = call
             elif "is_mtp" in kwargs:
-                kwargs["is_mtp"] = False  # else it asks for no router of an MTP layer, whose recomputes must freeze
+                kwargs["is_mtp"] = False  # else MTP routers bypass the manager, and their recomputes must freeze
             if asks:
                 _hook_manager(topk_manager())
         routed: tuple[Tensor, Tensor] = original(*args, **kwargs)

@@ -187,7 +187,7 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
             self.replay_backward_list.pop(0)
 
     def _routing_state(self, router: Any, shape: torch.Size) -> tuple[RouterCounts, Any]:
-        """Check a router's settings before its first call; this object stands for the micro-batch.
+        """Check a router's settings before its first call; this object is the micro-batch as well.
 
         Raises:
             UnsupportedRouterError: the router's selection cannot be replayed exactly.
@@ -311,13 +311,13 @@ def install() -> None:
     off.
 
     Raises:
-        UnsupportedRouterError: this Megatron-Core has no router replay, or its routers never ask one.
+        UnsupportedRouterError: this Megatron-Core has no router replay, or its routers never call one.
         ReplayStateError: a model with the flag was built before; nothing is changed then.
     """
     check_version()
     if not takes_replay(getattr(router_module, TOPK_FUNCTION)):
         raise UnsupportedRouterError(
-            f"MRR402: install() has no effect in miles' Megatron-LM: its {TOPK_FUNCTION} asks miles' manager, and no "
+            f"MRR402: install() has no effect in miles' Megatron-LM: its {TOPK_FUNCTION} calls miles' manager, and no "
             "RouterReplay. Use a session (replay, record, freeze_recompute), which needs no install()."
         )
     built = sum(type(each) is _ORIGINAL for each in _ORIGINAL.global_router_replay_instances)

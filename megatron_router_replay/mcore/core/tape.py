@@ -142,7 +142,7 @@ before_run: Callable[[], None] = lambda: None  # noqa: E731
 
 
 class CheckpointState(NamedTuple):
-    """Tell a recompute from a forward, for a router's call in this thread.
+    """Distinguish a recompute from a forward, for a router's call in this thread.
 
     Args:
         recompute: the innermost one; None: there is none, or a backward runs inside it.
@@ -155,7 +155,7 @@ class CheckpointState(NamedTuple):
     is_written: bool
 
 
-# Made once, because every call of a router asks.
+# Made once, because every call of a router gets one.
 _NO_RECOMPUTE = {
     (repeats, is_written): CheckpointState(None, repeats, is_written)
     for repeats in (False, True)

@@ -95,8 +95,8 @@ class LiveAgreement:
         if self.all_layers is None:
             return "the live router was compared in no row"
         if not self.by_layer:
-            return f"too few routes were compared to judge any of {self.num_layers} layers"
-        layers = f"{len(self.by_layer)} of {self.num_layers} layers judged"
+            return f"too few routes were compared in any of {self.num_layers} layers"
+        layers = f"{len(self.by_layer)} of {self.num_layers} layers have enough evidence"
         return f"the live router agrees with {self.all_layers:.1%} of the trace's routes beyond chance ({layers})"
 
 

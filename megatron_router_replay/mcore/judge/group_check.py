@@ -97,7 +97,7 @@ _keys: WeakKeyDictionary[Any, dict[str, _Keys]] = WeakKeyDictionary()
 
 
 class GroupCheck:
-    """Check of one session over a group. Every rank makes it where the session begins, in the same order of sessions.
+    """Check a session over a group. Every rank makes it where the session begins, in the same order of sessions.
 
     Args:
         group: None: all ranks of the job.
@@ -255,7 +255,7 @@ def ranks_without_forwards(everyone: Mapping[int, RankSummary]) -> str:
         return ""
     return (
         f"ranks {_first(ran[False])} have routers and ran no forward inside their session, ranks {_first(ran[True])} did. "
-        "What they trained before or after it had no session: run the step inside the block on every rank. For a step in "
+        "Training before or after it had no session: run the step inside the block on every rank. For a step in "
         "which a rank may have no micro-batch, pass min_replayed=0."
     )
 
@@ -267,7 +267,7 @@ def _first(ranks: list[int], most: int = 8) -> str:
 def stages_with_other_rows(everyone: Mapping[int, RankSummary]) -> list[str]:
     """Return the pipeline stages whose forwards had other rows than those of the first stage."""
     if any(each.at_fault for each in everyone.values()):
-        return []  # whose forwards may be less; its own error says more
+        return []  # that rank may have fewer forwards, and its own error explains more
     pipelines: dict[int, list[tuple[int, int, Any]]] = {}
     for rank, summary in everyone.items():
         if summary.stage:

@@ -60,7 +60,7 @@ class SessionReport:
         rows_live: rows without a route, decided by the live router (and frozen for their recompute).
         rows_padding: rows that are padding; the live router decides them, too.
         rows_repeated: rows by hand that a micro-batch names a second time.
-        segments_ambiguous: sequences that several samples begin with; the first one that lacks the fewest routes was used.
+        segments_ambiguous: sequences that several samples begin with; the first one with the most routes was used.
         decisions: (row, layer) pairs by treatment; pairs that were not counted are missing.
         flips_of_layer: layer number -> how many of its recomputed decisions would have chosen different experts.
         agreement: of the live router with the replayed routes; None: they were not compared.
@@ -205,7 +205,7 @@ def share_of(rows_replayed: int, rows_live: int) -> float | None:
 _COUNTS = [each.name for each in fields(SessionReport) if str(each.type) == "int"]
 _OF_RANK = ("routers", "ranks", "forwards", "recomputes")
 _OF_FORWARDS = ("microbatches", "segments_ambiguous")
-"""Counts of whole micro-batches: each rank that has a part of one counts it."""
+"""Counts of whole micro-batches: each rank with a part of such a micro-batch counts it."""
 _OF_ROWS = [name for name in _COUNTS if name not in _OF_RANK + _OF_FORWARDS]
 
 

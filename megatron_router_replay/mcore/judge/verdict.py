@@ -25,7 +25,7 @@ from megatron_router_replay.mcore.judge.places import ComparedPlaces
 from megatron_router_replay.trace import RoutingTrace
 
 LEAST_DECISIONS, LEAST_TO_WARN = 128.0, 64.0
-"""Experts beyond chance from which on a layer is judged, and from which on a session warns of less than `min_agreement`."""
+"""Experts beyond chance from which on a layer may raise, and from which on a session warns of less than `min_agreement`."""
 WARN = 0.5
 """Agreement of a layer below which a session warns."""
 SHARED_NOISE = 15.0
@@ -360,7 +360,7 @@ class Verdict(NamedTuple):
 def published(summary: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of an `Agreement.summary` that `group_verdict` reads: of 1,024 ranks, one reads all.
 
-    An anomaly that does not raise is for the rank's own report, and of those that raise the clearest is told. Six digits of
+    An anomaly that does not raise is for the rank's own report, and of those that raise, the clearest is kept. Six digits of
     a sum are more than a threshold means.
     """
     raising = [each for each in summary["anomalies"] if each[0] >= EVIDENCE]
@@ -417,7 +417,7 @@ def _little(sums: Mapping[int, Sums], layers: Mapping[int, float], least: float)
     """Return the agreement of layers that warn.
 
     Args:
-        layers: those with enough evidence to raise; the others of `sums` warn where they would raise with more.
+        layers: those with enough evidence to raise; further layers of `sums` warn where they would raise with more.
     """
     few = {layer: each.agreement_from(LEAST_TO_WARN) for layer, each in sums.items() if layer not in layers}
     little = {layer: value for layer, value in few.items() if value is not None and value < least}

@@ -114,7 +114,7 @@ def _override_refusal(router: TopKRouter, dispatchers: Sequence[Any]) -> str:
     the one of TopKRouter. One that takes its experts from the probabilities proves nothing.
 
     Source: Megatron-Bridge 067f987d, Gemma4TopKRouter.routing scales probabilities; miles 31f1ca96, InklingRouter.forward
-    selects by itself and returns every second result from a cache.
+    selects experts too and returns every second result from a cache.
     """
     definers = {
         name: next(each for each in type(router).__mro__ if name in vars(each)) for name in ("forward", "routing")

@@ -1,7 +1,7 @@
 """Names and version of the imported Megatron-Core; all that depends on them is in this file.
 
 Every version since 0.16 passes `router.router_replay` to `topk_routing_with_score_function`, which requests the top-k from
-it. miles' fork asks a manager of miles for the top-k. A checkout needs one of the two, whatever its number. A version above
+it. miles' fork gets the top-k from a manager of miles. A checkout needs one of the two, whatever its number. A version above
 all tested ones may route in a way that was never read, so its sessions verify every routing map, and warn. Sessions verify
 as well in miles' fork, and where a trainer has replaced Megatron-Core's routing function.
 """
@@ -46,10 +46,10 @@ REPLAY_METHOD = "get_replay_topk"
 """The method of that object which returns them."""
 
 MANAGER_MODULE, MANAGER, MANAGER_METHOD = "miles.utils.replay_base", "routing_replay_manager", "get_topk_fn"
-"""The object that the routing function of miles' Megatron-LM asks for a top-k: (module, name there, method).
+"""The object from which the routing function of miles' Megatron-LM gets a top-k: (module, name there, method).
 
-Source: radixark/Megatron-LM 2e64d788 (miles-main), whose function has no `REPLAY_ARGUMENT`, and 235952df
-(miles-main-20260819), which asks this object first.
+Source: radixark/Megatron-LM 2e64d788 (miles-main), where the function has no `REPLAY_ARGUMENT`, and 235952df
+(miles-main-20260819), which tries this object first.
 """
 
 DISPATCH_METHOD = "dispatch_preprocess"
@@ -123,7 +123,7 @@ def takes_replay(function: Callable[..., Any]) -> bool:
 
 
 def asks_manager(function: Callable[..., Any]) -> bool:
-    """Return whether a routing function imports miles' manager in each call, and asks it for the top-k."""
+    """Return whether a routing function imports miles' manager in each call, and gets the top-k from it."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return code is not None and {MANAGER_MODULE, MANAGER, MANAGER_METHOD} <= set(code.co_names)
 

@@ -1,1 +1,1 @@
-"""Record, replay and freeze: a model's routers, held and released."""
+"""Record, replay and freeze: a model's routers, registered and released."""

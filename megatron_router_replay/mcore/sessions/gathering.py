@@ -46,7 +46,7 @@ def gather_trace(
 ) -> tuple[RoutingTrace, Replica]:
     """Return the recording of a batch by all ranks of a group, as `merge_traces(parts, allow_gaps=True)` joins it.
 
-    A collective. Each rank sends the rows that it knows to all, and needs memory for the whole and for 32 MB of messages.
+    A collective. Each rank sends its known rows to all, and needs memory for the whole and for 32 MB of messages.
     Samples of different replicas follow one another, and the parts of a replica have the same rows. If a rank of the group
     gave rows by hand, all rows are the whole batch's.
 
@@ -138,7 +138,7 @@ def _finished(
 
 
 def _views(message: Tensor, header: TraceHeader, count: int) -> dict[str, Tensor]:
-    """Return the values of `count` rows and their numbers, "rows", as views of one message of bytes."""
+    """Return the values of `count` rows and their numbers, "rows", as views of a message of bytes."""
     return {"rows": message[: 4 * count].view(torch.int32), **views_of_bytes(message[4 * count :], header, count)}
 
 
@@ -147,7 +147,7 @@ def _error_of_peers(ranks: list[int], text: str) -> TraceError:
 
 
 def _sample_lengths(ranks: Sequence[int], parts: Sequence[_PartHeader]) -> dict[Any, tuple[int, ...]]:
-    """Return replica -> the lengths of its samples; a replica whose ranks recorded no forward is missing.
+    """Return replica -> the lengths of its samples; a replica without a recorded forward is missing.
 
     Raises:
         TraceError: two ranks of a replica recorded other samples.

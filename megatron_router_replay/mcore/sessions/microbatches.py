@@ -1,9 +1,9 @@
-"""The micro-batches of a session: found or given, used by the routers of a forward, counted, and judged with the group.
+"""The micro-batches of a session: found or given, used by the routers of a forward, counted, and checked with the group.
 
     give                          rows by hand, right before a forward
     on_forward                    a forward begins: its tokens find their rows, or are compared with those of rows by hand
     _routing_state, _on_routed    before and after a call of a router in a forward; a recompute reads its tape instead
-    finish                        the session's end: this rank's numbers, judged over the group
+    finish                        the session's end: this rank's numbers, checked over the group
 
 `record` and `replay` are its two classes.
 """
@@ -42,7 +42,7 @@ class Microbatches(ABC):
     Args:
         routers: of the session.
         chunks: those that take micro-batches, see `make_chunks`.
-        group_check: of the ranks that are judged together.
+        group_check: of the ranks that are checked together.
 
     Attributes:
         kind: of the session.

@@ -29,7 +29,7 @@ from megatron_router_replay.mcore.sessions.microbatches import Microbatches, mak
 from megatron_router_replay.mcore.sessions.routers import SessionRouters
 from megatron_router_replay.mcore.sessions.session import Session, open_session
 from megatron_router_replay.trace import RoutingTrace
-from megatron_router_replay.trace.ids import check_topk_indices, fill_unrouted, index_dtype
+from megatron_router_replay.trace.ids import check_topk_indices, empty_routes, fill_unrouted, index_dtype
 from megatron_router_replay.trace.rows import joined_rows, put_rows, take_rows
 from megatron_router_replay.trace.runs import neighbour_runs
 from megatron_router_replay.trace.values import as_sequence_lengths
@@ -193,7 +193,7 @@ class RecordedRoutes(Microbatches):
             )
         layer_numbers = tuple(sorted(each.layer_number for chunk in self.chunks for each in chunk.replayed_routers))
         num_experts, topk = self._sizes
-        indices = torch.empty(length, len(layer_numbers), topk, dtype=index_dtype(num_experts))
+        indices = empty_routes(length, len(layer_numbers), topk, num_experts=num_experts)
         mask: Tensor | None = None
         for chunk, rows in zip(self.chunks, rows_of):
             columns = [layer_numbers.index(each.layer_number) for each in chunk.replayed_routers]
@@ -390,7 +390,7 @@ def record(
             that end in equal tokens, unless it gets unpadded `cu_seqlens_q`.
         cp_partition_mode: as for `replay`.
         group: the ranks that agree on the number of rows when the session ends; all of them must have such a session.
-            None: every rank of the job. The others do not wait for a rank that raised inside its block.
+            None: every rank of the job. No rank waits for one that raised inside its block.
 
     Raises:
         UnsupportedRouterError: a router's selection cannot be recorded exactly; names the config field.

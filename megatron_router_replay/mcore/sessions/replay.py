@@ -180,7 +180,7 @@ class TraceRoutes(Microbatches):
         unknown = unrouted & (self._tokens[rows] < 0)
         if unknown.any():
             raise LayoutError(
-                f"MRR108: the batch has rows that the trace knows nothing of (row {int(rows[unknown][0])}, "
+                f"MRR108: the batch has rows without any entry in the trace (row {int(rows[unknown][0])}, "
                 f"{int(unknown.sum())} in all): no route and no token id. Another rank routed them: join the parts with "
                 "recording.gather() or merge_traces before micro-batches are regrouped."
             )
@@ -286,7 +286,7 @@ def replay(
         wrong_routes: "raise", or "warn" for a run that may not stop. Both leave the rows in `session.report.wrong_rows`.
         ask_every_layer: take the live top-k of all layers in every micro-batch.
         group: the ranks that are checked together when the session ends; all of them must have such a session. None: every
-            rank of the job. The others do not wait for a rank that raised inside its block.
+            rank of the job. No rank waits for one that raised inside its block.
 
     Raises:
         UnsupportedRouterError: a router cannot be replayed exactly; names the config field.
@@ -339,7 +339,7 @@ def _loaded(trace: Any, model_chunks: Any) -> RoutingTrace:
         are_swapped = isinstance(model_chunks, RoutingTrace)
         swapped = " The arguments are swapped: replay(model_chunks, trace)." if are_swapped else ""
         raise TraceError(
-            f"MRR101: cannot replay a {type(trace).__name__}: pass a RoutingTrace or the path of one; mrr.engines "
+            f"MRR101: cannot replay a {type(trace).__name__}: pass a RoutingTrace or its path; mrr.engines "
             f"decodes an engine's reply.{swapped}"
         )
     return trace

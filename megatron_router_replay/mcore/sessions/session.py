@@ -78,7 +78,7 @@ class Session:
     ) -> None:
         """Give the rows of the next forward of a model chunk by hand.
 
-        It is for models whose forward gets no input_ids, or packs them inside; others find their rows by themselves. Call it
+        It is for models that get no input_ids, or pack them inside; others find their rows by themselves. Call it
         once, right before each forward of each chunk. A call from the recompute of a checkpointed function does nothing.
 
         Args:
@@ -103,7 +103,7 @@ class Session:
 
         It is for an evaluation, or for a reference pass over other tokens.
 
-        Nothing of them is replayed or recorded, in any thread, and none of their rows is counted; a recompute still takes the
+        They are neither replayed nor recorded, in any thread, and none of their rows is counted; a recompute still takes the
         experts of its forward. `report.forwards` has them, and `verify=True` applies to them.
         Outside of the block, tokens of no sample raise.
 

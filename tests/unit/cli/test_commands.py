@@ -12,7 +12,7 @@ import pytest
 import tomllib
 
 import megatron_router_replay as mrr
-from megatron_router_replay.cli.doctor import TORCH_OLDEST, TORCH_TESTED
+from megatron_router_replay.cli.doctor import TORCH_OLDEST, TORCH_TESTED, _environment_text
 from megatron_router_replay.cli.explain import error_rows
 from megatron_router_replay.cli.output import size_words
 from megatron_router_replay.demo import DemoResult
@@ -118,7 +118,10 @@ def findings():
 
 def test_doctor_finds_nothing_wrong_here_and_expects_the_torch_of_the_build():
     assert findings()["packages"]["torch"]["version"]
-    assert "ready for replay" in call("doctor").output
+    lines = call("doctor").output.splitlines()
+    assert lines[-1] == "ready for replay"
+    assert max(len(line) for line in lines if not line.startswith("in /")) <= 80
+    assert any(re.fullmatch(r"  torch +2\.\S+", line) for line in lines)
     dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     assert f"torch>={TORCH_OLDEST}" in dependencies
     assert f"\nTORCH ?= torch=={TORCH_TESTED}\n" in (ROOT / "Makefile").read_text()
@@ -142,6 +145,36 @@ def test_doctor_judges_torch_and_the_megatron_core_that_is_imported(monkeypatch,
     else:
         monkeypatch.setattr(attribute, value)
     assert any(words in text for text in findings()[kind])
+
+
+def test_doctor_names_each_folder_once_and_wraps_what_is_long():
+    package = {"version": "1.2", "path": "/a/torch"}
+    values = {
+        "megatron_router_replay": "0.3",
+        "python": "3.11",
+        "packages": {
+            "torch": package,
+            "megatron-core": {"version": "0.19", "path": "/b/megatron/core"},
+            "numpy": package | {"path": "/a/numpy"},
+            "ray": None,
+            "safetensors": None,
+        },
+        "gpus": ["H100"],
+        "notes": [],
+        "problems": ["x" * 30 + " " + "y" * 60 + " end"],
+    }
+    assert _environment_text(values) == [
+        "megatron_router_replay 0.3, Python 3.11",
+        "in /a:",
+        "  torch              1.2",
+        "  numpy              1.2",
+        "in /b:",
+        "  megatron-core      0.19",
+        "  ray                not installed (optional)",
+        "  safetensors        not installed",
+        "  GPUs               H100",
+        "  problem: " + "x" * 30 + "\n    " + "y" * 60 + " end",
+    ]
 
 
 HIDE = "import sys; [sys.modules.__setitem__(name, None) for name in {names!r}]; "

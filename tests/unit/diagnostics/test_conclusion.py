@@ -74,6 +74,8 @@ def test_where_differences_begin(by_layer, words):
         (201, 0, WEIGHTS + CAPTURED, ROUNDING),
         (120, 81, WEIGHTS + CAPTURED, ROUNDING),
         (100, 101, WEIGHTS + SOME_PLACES + ", " + CAPTURED, ROUNDING),
+        (101, 101, WEIGHTS + CAPTURED, SOME_PLACES),
+        (160, 41, WEIGHTS + CAPTURED, SOME_PLACES),
         (80, 20, f"That fits {ROUNDING}, weights or a config that differ a little, positions, ", SOME_PLACES),
         (81, 20, "That fits weights, a config, ", "That fits rounding"),
     ],
@@ -201,6 +203,23 @@ def test_unrelated_rows_that_are_three_quarters_of_all_differences_are_the_only_
     text = conclude(diff_of((0, 0, 0), (400, 400, 400), rows=1000, facts=[fact]))
     assert f"{rows} rows are as unlike" in text
     assert ("something between" not in text) is alone
+
+
+@pytest.mark.parametrize(
+    ("rows", "layers", "decisions", "stated"),
+    [
+        ((0, 9), (1, 2, 3), 800, False),
+        ((3, 7), (2,), 899, False),
+        ((3, 7), (2,), 900, True),  # not smaller than the unrelated ones
+        ((0, 10), (1, 2, 3), 800, True),
+        ((3, 7), (4,), 800, True),
+    ],
+)
+def test_a_route_that_unrelated_rows_repeat_is_no_cause(rows, layers, decisions, stated):
+    unrelated = fact_of("nothing", decisions=900)
+    repeated = fact_of("constant", layers=layers, decisions=decisions, rows=rows)
+    text = conclude(diff_of((0, 0, 0, 0), (300, 300, 300, 0), rows=1000, facts=[unrelated, repeated]))
+    assert ("one route is repeated: a capture that stopped" in text) is stated
 
 
 def test_traces_without_a_common_layer():

@@ -423,3 +423,26 @@ def test_a_route_that_a_router_prefers_is_not_filler():
     b = a.clone()
     b[rows, 0, 1] = 3
     assert [kind for kind, _ in facts_of(a, b, sequence_lengths=(100,) * 4)] == ["expert"]
+
+
+def one_route_in(num, exchanged=0):
+    """Traces of 400 rows: every fifth, `num` in all, has experts 3 and 6 in layer 1 of b; a has expert 6 in some of them."""
+    a = routes_of(400)
+    a[a == 6] = 20
+    rows = torch.arange(0, 5 * num, 5)
+    other = torch.tensor([[7 + i % 9, 16 + i % 4] for i in range(num)], dtype=a.dtype)
+    a[rows, 0] = other
+    a[rows[:exchanged], 0, 1] = 6
+    b = a.clone()
+    b[rows, 0] = torch.tensor([3, 6], dtype=a.dtype)
+    return [kind for kind, _ in facts_of(a, b, sequence_lengths=(100,) * 4)]
+
+
+@pytest.mark.parametrize(("exchanged", "kind"), [(47, "constant"), (48, "expert")])
+def test_a_route_that_exchanges_one_expert_in_four_fifths_of_its_rows_is_not_filler(exchanged, kind):
+    assert one_route_in(60, exchanged) == [kind]
+
+
+@pytest.mark.parametrize(("num", "kinds"), [(11, []), (12, ["constant"])])
+def test_a_repeated_route_of_twelve_decisions_is_stated(num, kinds):
+    assert one_route_in(num) == kinds

@@ -61,6 +61,7 @@ CHANGES = {
     "copied": copied,
     "an expert less": without_an_expert,
     "a row less": lambda probs, routing_map: (probs, routing_map[:-1]),
+    "transposed": lambda probs, routing_map: (probs, routing_map.t()),  # eight tokens, eight experts
     "another dtype": lambda probs, routing_map: (probs, routing_map.view(torch.uint8)),
     "probabilities of a row less": lambda probs, routing_map: (probs[:, :-1], routing_map),
     "rows in another order": lambda probs, routing_map: (

@@ -107,7 +107,7 @@ def test_the_first_line_says_how_the_live_router_agrees_and_a_logger_gets_it():
     assert report.reduce() == report, "of one process"
     assert str(report).splitlines()[0] == (
         f"{str(REPLAY).splitlines()[0]}; the live router agrees with 96.5% of the trace's routes beyond chance "
-        "(2 of 4 layers judged)"
+        "(2 of 4 layers have enough evidence)"
     )
     assert str(report).splitlines()[1:] == str(REPLAY).splitlines()[1:]
     numbers = {name: value for name, value in report.metrics().items() if name not in REPLAY.metrics()}
@@ -121,14 +121,16 @@ def test_the_first_line_says_how_the_live_router_agrees_and_a_logger_gets_it():
     assert "was compared in no row" in str(no_row)
     assert replace(REPLAY, agreement=no_row).metrics() == REPLAY.metrics()
     few = replace(AGREEMENT, layers={3: Sums(3, 5, 5, 5, 5)})
-    assert str(few) == "too few routes were compared to judge any of 4 layers"
+    assert str(few) == "too few routes were compared in any of 4 layers"
 
 
 def test_a_low_layer_and_wrong_rows_have_lines_of_their_own():
     wrong = Anomaly(75.0, "sample 3, tokens 4 to 90, layer 5: routes of other tokens")
     low = replace(AGREEMENT, layers={5: Sums(90, 10, 140, 10, 140)}, block=wrong)
     headline, *facts = str(replace(REPLAY, agreement=low)).splitlines()
-    assert headline.endswith("agrees with 7.1% of the trace's routes beyond chance (1 of 4 layers judged)")
+    assert headline.endswith(
+        "agrees with 7.1% of the trace's routes beyond chance (1 of 4 layers have enough evidence)"
+    )
     assert facts[-2:] == [
         "  least layer                    7%  layer 5: routes of older weights, or of other rows?",
         f"  evidence of wrong rows         75  {wrong.text}",

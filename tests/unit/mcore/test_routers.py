@@ -63,15 +63,27 @@ def test_a_router_whose_method_was_replaced_and_does_not_call_on_raises(start, i
     forward(chunk)
 
 
+def test_a_freeze_checks_its_dispatchers_after_a_session_inside_it():
+    chunk = Chunk()
+    freeze = mrr.freeze_recompute(chunk)
+    with mrr.replay(chunk, random_trace()) as session:
+        forward(chunk, session)
+    chunk.routers[1].routing = live_without_asking
+    with pytest.raises(ReplayStateError, match="layer 2: its token dispatcher got a routing map that Meg"):
+        forward(chunk)
+    freeze.close(check=False)
+
+
 FUNCTION = "topk_routing_with_score_function"
 
 
 @pytest.mark.parametrize(("owner", "name"), [(TopKRouter, "routing"), (router_module, FUNCTION)])
 @pytest.mark.parametrize("around", [reentrant, non_reentrant])
-def test_somebody_who_replaces_the_routing_of_all_routers_is_noticed(monkeypatch, around, owner, name):
+@pytest.mark.parametrize("kind", ["replay", "freeze"])  # a freeze gets no rows: the checkpoint notices
+def test_somebody_who_replaces_the_routing_of_all_routers_is_noticed(monkeypatch, kind, around, owner, name):
     chunk = Chunk()
     chunk.around = around
-    session = STARTS["replay"](chunk)
+    session = STARTS[kind](chunk)
     ours = getattr(owner, name)
     wrapper = lambda *args, **kwargs: ours(*args, **kwargs)  # noqa: E731
     if owner is router_module:  # `functools.wraps` copies what is on the function; around the method it is legal
@@ -359,9 +371,10 @@ def test_a_hash_layer_is_left_alone_and_the_rest_is_replayed(layers, says_so):
 @pytest.mark.version
 @pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
 @pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
-def test_sessions_give_the_losses_and_gradients_of_live_routing_to_the_last_bit(scores, around):
-    """Bits of five columns depend on their order, which a recording without gradients has otherwise than a step with them."""
-    chunk = Chunk(moe_router_topk=5, **scores)
+@pytest.mark.parametrize("topk", [3, 5])
+def test_sessions_give_the_losses_and_gradients_of_live_routing_to_the_last_bit(topk, scores, around):
+    """Bits of three columns depend on their order, which a recording without gradients has otherwise than a step has."""
+    chunk = Chunk(moe_router_topk=topk, **scores)
     chunk.around = around
 
     def trained(session=None):

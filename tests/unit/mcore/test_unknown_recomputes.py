@@ -9,6 +9,7 @@ import torch
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.mcore import RouterReplay, RouterReplayAction, Tape
+from megatron_router_replay.mcore.core.tape import checkpoint_state
 from tests.unit.mcore.tiny_chunk import (
     ROWS,
     STARTS,
@@ -300,3 +301,10 @@ def test_a_forward_that_failed_before_its_dispatcher_leaves_nothing_for_steps_wi
     mrr.uninstall()
     mrr.install()
     assert all(map(torch.equal, gradients_of_a_step(chunk), gradients_of_a_step(Chunk())))
+
+
+@pytest.mark.parametrize(("task", "repeats"), [(-1, False), (0, True), (1, True)])
+def test_the_first_backward_of_a_process_is_a_backward(monkeypatch, task, repeats):
+    """torch numbers the backwards of a process from 0; only the first of all would run live."""
+    monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: task)
+    assert checkpoint_state() == (None, repeats, False)

@@ -8,7 +8,7 @@ import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError
 from megatron_router_replay.mcore.core.call import current
 from megatron_router_replay.mcore.core.hooks import sources_of
-from tests.unit.mcore.tiny_chunk import Chunk, forward, non_reentrant, random_trace, reentrant
+from tests.unit.mcore.tiny_chunk import Chunk, forward, non_reentrant, random_trace, reentrant, tokens
 
 
 @pytest.fixture(autouse=True)
@@ -109,4 +109,15 @@ def test_a_probability_of_0_raises_where_the_dispatcher_takes_a_topk_again(dispa
         with pytest.raises(ReplayStateError, match=r"rank 0: [1-8] decisions gave a chosen expert the probability 0"):
             session.close()
     else:
+        session.close()
+
+
+def test_a_paused_forward_without_a_checkpoint_is_verified():
+    chunk = Chunk()
+    plant(chunk)
+    session = verified(chunk)
+    forward(chunk, session).backward()
+    with session.paused(), torch.no_grad():
+        chunk(tokens())
+    with pytest.raises(ReplayStateError, match="2 of 48 decisions left their router"):
         session.close()

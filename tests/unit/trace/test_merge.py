@@ -103,6 +103,15 @@ def test_a_row_missing_in_some_layers_names_layers_and_rows():
     assert_valid(merged)
 
 
+def test_an_empty_sample_has_no_last_row():
+    """Its part is shorter than the batch, whose last row no part has."""
+    trace = make_trace(6)
+    short = dataclasses.replace(part_of(trace, [0, 1, 2], (2, 3, 7), num_tokens=4), sequence_lengths=(0, 4))
+    longer = part_of(trace, [4], (2, 3, 7), num_tokens=6)
+    with pytest.raises(TraceError, match=r"1 of 6 rows are in no part, .* the first are \[5\]"):
+        merge_traces([short, longer])
+
+
 def test_rows_that_no_part_knows_are_missing_not_live():
     trace = make_trace(6)
     part = part_of(trace, [0, 3], (2, 3, 7), num_tokens=6)
