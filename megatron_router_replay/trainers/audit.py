@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor, nn
 
 from megatron_router_replay.errors import LayoutError, ReplayStateError
@@ -59,6 +60,9 @@ class Findings:
         not_found: forwards with tokens of no sample, or with more or fewer rows in a router, and routers that ran outside of
             a forward of their model; they were not compared.
         first: the first wrong decision, in words; "": there is none.
+        other_routers: entries of Megatron-Core's list of RouterReplays that are of none of the model's routers, where these
+            have some: of a model beside it, or of a decoder that was built twice, as Qwen3-VL's is. A replay that goes by
+            places in that list gives them its routes.
     """
 
     compared: int = 0
@@ -68,6 +72,7 @@ class Findings:
     without_route: int = 0
     not_found: int = 0
     first: str = ""
+    other_routers: int = 0
 
     def __str__(self) -> str:
         text = f"{self.wrong} of {self.compared} decisions wrong, {self.without_route} without a route"
@@ -77,6 +82,11 @@ class Findings:
             text += f"; of recomputes {self.recomputed_wrong} of {self.recomputed} wrong"
         if self.not_found:
             text += f"; {self.not_found} forwards were not compared"
+        if self.other_routers:
+            text += (
+                f"; Megatron-Core also lists {self.other_routers} RouterReplays of other routers, so places in its list are "
+                "not those of this model"
+            )
         return f"{text}. First: {self.first}" if self.first else text
 
 
@@ -104,7 +114,7 @@ def audit(
         Findings of this rank, counted when the block ends, which waits for the device once. A block that raises has none.
     """
     chunks, trace = as_chunks(model_chunks), _comparable(trace)
-    findings = Findings()
+    findings = Findings(other_routers=_num_other_routers(chunks))
     lookup = RowLookup(
         trace,
         padding_token_ids=padding_token_ids,
@@ -119,6 +129,13 @@ def audit(
         yield findings
     for each in watched:
         each.count()
+
+
+def _num_other_routers(chunks: Sequence[nn.Module]) -> int:
+    routers = [found.router for chunk in chunks for found in find_routers(chunk)]
+    replays = [each for router in routers if (each := getattr(router, "router_replay", None)) is not None]
+    listed = RouterReplay.global_router_replay_instances
+    return sum(not any(each is replay for replay in replays) for each in listed) if replays else 0
 
 
 def _comparable(trace: RoutingTrace) -> RoutingTrace:

@@ -276,6 +276,28 @@ def test_experts_that_drop_tokens_are_compared_as_they_were_chosen(trainer):
     assert router_module.apply_router_token_dropping is original
 
 
+def test_routers_of_a_decoder_that_was_built_twice_are_counted(trainer):
+    """As Qwen3-VL's language models are: Megatron-Core lists the RouterReplays of both, and trainers index that list."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    RouterReplay.clear_global_router_replay_instances()
+    chunks = small_model.build(ParallelSizes(), moe_enable_routing_replay=True)
+    trace = trace_of(chunks)
+    with mrr.audit(chunks, trace) as once:
+        pass
+    language_model = chunks[0].module
+    language_model.decoder = TransformerBlock(language_model.config, language_model.transformer_layer_spec)
+    with mrr.audit(chunks, trace) as twice:
+        pass
+    RouterReplay.clear_global_router_replay_instances()
+    with mrr.audit(chunks, trace) as cleared:
+        pass
+    assert [findings.other_routers for findings in (once, twice, cleared)] == [0, 3, 0]
+    assert "RouterReplay" not in f"{once}{cleared}"
+    assert "3 RouterReplays of other routers" in str(twice)
+
+
 def test_an_audit_that_raises_leaves_no_hook(chunks):
     def hooks():
         return [list(module._forward_hooks) + list(module._forward_pre_hooks) for module in chunks[0].modules()]

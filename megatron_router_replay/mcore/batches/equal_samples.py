@@ -19,11 +19,13 @@ from megatron_router_replay.trace import RoutingTrace
 _WINDOW, _STEP = 16, 4
 """Rows of a window, as few as an image has; and from where to where windows move."""
 
-_ALIKE, _FEW = 0.5, 5.0
-"""Routes are of different inputs if fewer experts than this share of a window's, less `_FEW`, are equal beyond chance.
+_ALIKE, _FEW, _FEW_DECISIONS = 0.5, 5.0, 2
+"""Routes are of different inputs if fewer experts than this share of a window's, less a few, are equal beyond chance.
 
-`_FEW` keeps few decisions from being evidence. In a sample that is shorter than a window one unlucky token counts more, so
-the share falls with the root of its rows. `python -m examples.effect.equal_samples` measures how many pairs are refused.
+The few are `_FEW` experts, or those of `_FEW_DECISIONS` decisions if these are more. They keep few decisions from being
+evidence: with weights of a KL of 0.1, a few decisions of a loop may move as a whole. In a sample that is shorter than a
+window one unlucky token counts more, so the share falls with the root of its rows. `python -m examples.effect.equal_samples`
+measures how many pairs are refused.
 """
 
 _MOST_WINDOWS = 1024
@@ -38,7 +40,7 @@ def unlike(trace: RoutingTrace, first: int, other: int, count: int) -> str:
     if torch.equal(one, two):
         return ""
     shared = torch.stack([(one == two[:, :, k : k + 1]).any(dim=2) for k in range(trace.topk)]).sum(0).float()
-    by_chance = trace.topk**2 / trace.num_experts
+    by_chance, few = trace.topk**2 / trace.num_experts, max(_FEW, _FEW_DECISIONS * trace.topk)
     starts = torch.arange(0, max(1, len(rows) - _WINDOW + _STEP), _STEP, device=rows.device)
     starts.clamp_(max=max(0, len(rows) - _WINDOW))  # the last window is no shorter
     positions = torch.arange(min(_WINDOW, len(rows)), device=rows.device)
@@ -49,7 +51,7 @@ def unlike(trace: RoutingTrace, first: int, other: int, count: int) -> str:
         weights = 1 / (of_rows.unsqueeze(3) == of_rows.unsqueeze(2)).sum(3)
         alike = (weights * (shared[at].transpose(1, 2) - by_chance)).sum((1, 2))
         most = weights.sum((1, 2)) * (trace.topk - by_chance)
-        margin, worst = (alike - least * most + _FEW).min(0)
+        margin, worst = (alike - least * most + few).min(0)
         if margin < 0:
             begin, end = int(rows[at[worst, 0]]), int(rows[at[worst, -1]])
             share = float(alike[worst] / most[worst])

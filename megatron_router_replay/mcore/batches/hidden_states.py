@@ -70,7 +70,9 @@ class ForwardTokens:
             begin, length = raw.begin[:num], (raw.end - raw.begin)[:num]
             first, size = layout.begin[:num], (layout.stop - layout.begin)[:num]
             skip = self._skipped(start[:num] - begin, stop[:num] - begin, length, size, where)
-            count = np.maximum(np.minimum(length - skip, size), 0)
+            count = np.clip(
+                stop[:num] - begin - skip, 0, size
+            )  # not of padding, which a model fills with tokens of its own
             nth = np.arange(count.sum()) - np.repeat(count.cumsum() - count, count)
             index = np.full(layout.total, -1)
             index[np.repeat(first, count) + nth] = np.repeat(begin + skip, count) + nth
@@ -124,7 +126,17 @@ class ForwardTokens:
         return first
 
     def _check_numbers(self, number: Any, size: Any, align: Any, where: str) -> None:
-        """Raise unless each sequence has a hidden state for each of its tokens, and no more than alignment adds."""
+        """Raise unless each sequence has a hidden state for each of its tokens, and no more than alignment adds.
+
+        The rest of a row, after its packed sequences, is one more of them.
+        """
+        rest = [
+            int(each.end[-1] - each.begin[-1]) if packed else 0
+            for each, packed in zip((self.segments, self.layout), self.is_packed)
+        ]
+        if any(rest):
+            number, size = np.append(number, rest[0]), np.append(size, rest[1])
+            align = np.append(np.broadcast_to(align, len(number) - 1), self.align[-1:].max(initial=1))
         grown = size - number
         if (grown < 0).any() or (grown >= align).any():
             raise LayoutError(
@@ -137,7 +149,8 @@ class ForwardTokens:
         tokens = self.tokens if index is None else np.where(index >= 0, self.tokens[index], -1)
         own = self.layout.of_rank(tokens, self.rank).numpy().ravel()
         differ = (own != self.language_ids) & (own >= 0)
-        if differ.any() and len(np.unique(self.language_ids[differ])) > 1:
+        replaced = np.isin(own, own[differ])  # all of a placeholder's, or it is another change
+        if differ.any() and (len(np.unique(self.language_ids[differ])) > 1 or (replaced != differ).any()):
             at = int(differ.argmax())
             raise LayoutError(
                 f"MRR203: {where}: the language model got token {int(self.language_ids[at])} where the tokens of the model "

@@ -1,7 +1,7 @@
 """Judge a session at its end: from the rows that a rank compared to the errors that all ranks of its group raise.
 
 Limits, with the script that set each and that shows what a new value does. `faults` and `legal` are modes of
-`python -m examples.effect.agreement`: 21 faults in four routers must raise (last run 2026-11-25), legal sessions of nine
+`python -m examples.effect.agreement`: 21 faults in four routers must raise (last run 2026-11-28), legal sessions of nine
 models must not (2026-11-28). `equal` is `python -m examples.effect.equal_samples` (2026-11-28). All results stand in
 `benchmarks/RESULTS_agreement.md`; a limit that changes needs both modes again. "By hand" is a bound without a measurement.
 
@@ -38,5 +38,6 @@ models must not (2026-11-28). `equal` is `python -m examples.effect.equal_sample
     _STEP                4       from window to window                                   equal
     _ALIKE               0.5     share of experts that equal inputs have in common       equal
     _FEW                 5       experts that are no evidence                            equal
+    _FEW_DECISIONS       2       the same, in decisions, where topk is 3 or more         equal, top-8 of 128
     _MOST_WINDOWS        1024    windows compared at once                                by hand
 """

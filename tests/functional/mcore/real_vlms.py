@@ -13,11 +13,12 @@ from copy import deepcopy
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 
+from megatron_router_replay.layout.split import split_context_parallel
 from megatron_router_replay.testing import ParallelSizes
 from megatron_router_replay.testing.packed_attention import PackedAttention
 from tests.support.tiny_gpt import random_parameter, tiny_gpt_config
@@ -67,8 +68,16 @@ def vision_spec() -> Any:
     from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
 
     spec = get_vit_layer_with_local_spec()
-    spec.submodules.self_attention.submodules.core_attention = PackedAttention
+    spec.submodules.self_attention.submodules.core_attention = ImageAttention
     return spec
+
+
+class ImageAttention(PackedAttention):
+    """Of a vision model, whose context-parallel ranks have whole images each."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.cp_group = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
 
 
 VISION: dict[str, Any] = {
@@ -79,7 +88,7 @@ VISION: dict[str, Any] = {
     "patch_size": 2,
     "temporal_patch_size": 1,
     "in_channels": 3,
-    "spatial_merge_size": 1,
+    "spatial_merge_size": 2,
     "num_position_embeddings": 16,
     "out_hidden_size": 64,
     "deepstack_visual_indexes": [0],
@@ -95,16 +104,17 @@ def draw_parameters(chunks: list[Any]) -> None:
 
 def build_mbridge(root: str, layout: ParallelSizes, **options: Any) -> list[Any]:
     """Qwen3VLModel, which packs its rows by attention_mask."""
-    from types import SimpleNamespace
-
     from megatron.core import parallel_state
+    from megatron.core.extensions import transformer_engine as extensions
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
     model = import_only(root, "mbridge.models.qwen3_vl.model")
     configs = import_only(root, "mbridge.models.qwen3_vl.transformer_config")
     vision = import_only(root, "mbridge.models.qwen3_vl.utils")
+    # Megatron-Core's development branch has it.
+    extensions.get_thd_partitioned_indices = thd_partitioned_indices  # type: ignore[attr-defined]
     base = tiny_gpt_config(layout, variable_seq_lengths=True, **options)
-    config = as_config(configs.Qwen3VLTransformerConfig, base, mrope_section=[4, 2, 2], spatial_merge_size=1)
+    config = as_config(configs.Qwen3VLTransformerConfig, base, mrope_section=[4, 2, 2], spatial_merge_size=2)
     vision_config = configs.get_vision_model_config(deepcopy(config), SimpleNamespace(**VISION))
     vision_config.pipeline_model_parallel_size = 1
     vision_config.sequence_parallel = False
@@ -129,6 +139,12 @@ def build_mbridge(root: str, layout: ParallelSizes, **options: Any) -> list[Any]
     return [chunk]
 
 
+def thd_partitioned_indices(cu_seqlens: Any, total: int, cp_size: int, cp_rank: int) -> Any:
+    """Stands for Transformer Engine's kernel, which a model calls to split packed sequences over context-parallel ranks."""
+    whole = torch.arange(total).unsqueeze(0)
+    return split_context_parallel(whole, cp_rank=cp_rank, cp_size=cp_size, cu_seqlens_padded=cu_seqlens.flatten())[0]
+
+
 class TorchNorm(torch.nn.LayerNorm):
     def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
         super().__init__(hidden_size, eps=eps)
@@ -146,8 +162,10 @@ def import_megatron_bridge(root: str) -> Any:
     """Return the module of Megatron-Bridge's Qwen3VLModel, whose layers are Megatron-Core's own."""
     import typing
 
+    import megatron.core.utils
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
+    megatron.core.utils.tex = SimpleNamespace(thd_get_partitioned_indices=thd_partitioned_indices)
     typing.override = getattr(typing, "override", lambda method: method)  # type: ignore[attr-defined]  # of Python 3.12
     root = str(Path(root, "src"))
     model = import_only(root, "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model")
@@ -171,8 +189,6 @@ def megatron_bridge_model(
         base: TransformerConfig of the language model.
         tokens: image_token_id and its like; none: those of this file.
     """
-    from types import SimpleNamespace
-
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
@@ -184,15 +200,18 @@ def megatron_bridge_model(
         base,
         vocab_size=VOCAB,
         mrope_section=[4, 2, 2],
-        spatial_merge_size=1,
+        spatial_merge_size=2,
         **{"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": VISION_START, **tokens},
     )
     for name in ("enable_cuda_graph", "external_cuda_graph"):
         setattr(config, name, getattr(config, name, False))
     spec = layer_spec(config)
+    # As its provider does; Megatron-Core's own would split positions over context-parallel ranks a second time.
+    for layer in spec.layer_specs:
+        layer.submodules.self_attention.module = model.Qwen3VLSelfAttention
     mtp_spec = None
     if qwen3_5:
-        mtp_spec = get_gpt_mtp_block_spec(config, layer_spec(config), use_transformer_engine=False)
+        mtp_spec = get_gpt_mtp_block_spec(config, deepcopy(spec), use_transformer_engine=False)
         spec = deepcopy(spec)
         for layer in spec.layer_specs[::2]:
             layer.submodules.self_attention.module = DeltaNet
@@ -242,9 +261,9 @@ def build(kind: str, layout: ParallelSizes, **options: Any) -> list[Any]:
 
 
 def pixels(images: list[int]) -> dict[str, Any]:
-    """Images of one patch, so one embedding, each; a number says which one it is."""
+    """Images of four patches, which are merged into one embedding each; a number says which one it is."""
     size = VISION["in_channels"] * VISION["temporal_patch_size"] * VISION["patch_size"] ** 2
     return {
-        "pixel_values": torch.stack([(torch.arange(size) * (1.0 + number)).sin() for number in images]),
-        "image_grid_thw": torch.tensor([[1, 1, 1]] * len(images)),
+        "pixel_values": torch.cat([(torch.arange(4 * size) * (1.0 + number)).sin().view(4, size) for number in images]),
+        "image_grid_thw": torch.tensor([[1, 2, 2]] * len(images)),
     }

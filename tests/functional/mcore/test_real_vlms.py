@@ -21,8 +21,9 @@ from tests.support.schedule import run_schedule
 
 GROUPS = ([4, 0, 2], [1, 4, 5], [2, 5, 0])
 LENGTH = 16
-PLACES = {0: [5, 7], 4: [6, 8, 12]}
-"""Sample -> positions of the token that begins an image; the image has one embedding."""
+PLACES = {0: [5, 7], 4: [6, 8]}
+"""Sample -> positions of the token that begins an image; the image has one embedding. Each batch has an even number of
+images, because mbridge gathers them over context-parallel ranks, and gloo gathers equal parts."""
 
 
 def tokens_of(number: int, *, images: bool) -> Tensor:
@@ -40,7 +41,7 @@ def the_trace(*, images: bool) -> mrr.RoutingTrace:
     return mrr.RoutingTrace.from_samples(tokens, list(routes), **sizes, last_token="unrouted")
 
 
-def batch(numbers: list[int], packing: str, layout: ParallelSizes, *, images: bool) -> dict[str, Any]:
+def batch(numbers: list[int], kind: str, packing: str, layout: ParallelSizes, *, images: bool) -> dict[str, Any]:
     from megatron.core.packed_seq_params import PackedSeqParams
 
     tokens, rows = [tokens_of(n, images=images) for n in numbers], [rows_of(n) for n in numbers]
@@ -63,7 +64,11 @@ def batch(numbers: list[int], packing: str, layout: ParallelSizes, *, images: bo
         if packing == "packed outside":
             ids, mask = row, None
     # Packed outside, positions of three axes come with it; else the model makes them.
-    positions = None if mask is not None else torch.arange(ids.shape[1]).expand(3, 1, -1)
+    positions = None
+    if mask is None:
+        positions = torch.arange(ids.shape[1]).unsqueeze(0)
+        # mbridge takes those of this context-parallel rank, Megatron-Bridge splits them.
+        positions = (arrange(positions, None, packed) if kind == "mbridge" else positions).expand(3, 1, -1)
     shown = [10 * n + nth for n in numbers for nth in range(len(PLACES.get(n, [])))] if images else []
     return {
         "tokens": ids,
@@ -90,7 +95,7 @@ def forward_step(iterator: Any, model: Any) -> Any:
 def follow(layout: ParallelSizes, kind: str, packing: str, images: bool) -> tuple[int, float]:
     """Return wrong decisions under replay, and the share of decisions that differ without."""
     chunks = real_vlms.build(kind, layout, **FULL)
-    microbatches = [batch(group, packing, layout, images=images) for group in GROUPS]
+    microbatches = [batch(group, kind, packing, layout, images=images) for group in GROUPS]
     trace, case = the_trace(images=images), Case(layout=layout)
 
     def run() -> Any:

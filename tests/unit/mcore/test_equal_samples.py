@@ -34,6 +34,14 @@ def test_equal_samples_use_the_first_and_are_counted() -> None:
     assert check(trace_of([A, B]), [B], [[4, 5, 6]]).segments_ambiguous == 0
 
 
+@pytest.mark.parametrize("kept", [0, 1])
+def test_equal_samples_with_other_routes_are_exact_where_one_alone_keeps_them(kept: int) -> None:
+    """As the error advises."""
+    is_other = torch.arange(2 * len(LONG)) // len(LONG) != kept
+    first = kept * len(LONG)
+    check(trace_of([LONG, LONG]).without_routes(is_other), [LONG], [list(range(first, first + len(LONG)))])
+
+
 def test_of_equal_samples_one_with_routes_is_used() -> None:
     """An aborted request, or a sample that fills a batch, may have no route where an equal one has."""
     mask = torch.tensor([False] * 4 + [True, False] * 2 + [True] * 3 + [False])
@@ -105,6 +113,19 @@ def test_one_expert_of_eight_that_differs_in_each_decision_is_no_other_input() -
     for other, differs in ((drifted, False), (one.flip(0), True)):
         trace = mrr.RoutingTrace(topk_indices=torch.cat([one, other]), layer_numbers=(1, 2), num_experts=64)
         assert unlike(trace, 0, 130, 130).startswith("have different routes") == differs
+
+
+@pytest.mark.parametrize(("num_moved", "share"), [(3, None), (4, "-14%")])
+def test_a_few_decisions_of_a_loop_that_move_as_a_whole_are_no_other_input(num_moved: int, share: str | None) -> None:
+    """Four decisions have 28 experts beyond chance, and 0.5 * 28 - 2 * 8 is -2: three that move leave 7 - 3, four -4."""
+    one = torch.arange(32).view(4, 1, 8)
+    other = torch.where(torch.arange(4).view(4, 1, 1) < num_moved, one + 32, one)
+    routes = torch.cat([each.repeat(40, 1, 1) for each in (one, other)])
+    trace = mrr.RoutingTrace(topk_indices=routes, layer_numbers=(1,), num_experts=64)
+    positions = "positions 0 to 15"
+    assert unlike(trace, 0, 160, 160) == (
+        f"have different routes ({positions} share {share} of their experts beyond chance)" if share else ""
+    )
 
 
 def test_a_reply_in_bf16_and_one_in_fp32_are_equal_samples_and_a_row_late_they_are_not() -> None:

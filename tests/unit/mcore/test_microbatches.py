@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 import megatron_router_replay as mrr
 from megatron_router_replay.diagnostics.page import save_page
 from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
+from megatron_router_replay.mcore.batches import chunk as chunk_module
 from megatron_router_replay.mcore.batches.upload import KeptLayer, LayerRoutes
 from tests.unit.mcore.tiny_chunk import (
     HIDDEN,
@@ -495,3 +496,19 @@ def test_each_layer_is_widened_with_its_block_in_the_forward_and_the_recompute()
     for layer in reversed(range(40)):
         assert torch.equal(kept[layer].to(torch.int64), compact[:, layer].long())
         assert len(routes._blocks) == (layer not in (0, 16, 32))
+
+
+def test_stages_are_compared_by_the_order_of_their_micro_batches(monkeypatch):
+    monkeypatch.setattr(chunk_module.Chunk, "stage", property(lambda self: (0, 0)))
+
+    def digest(*numbers):
+        chunk = Chunk()
+        with mrr.replay(chunk, random_trace(16)) as session:
+            for number in numbers:
+                session.microbatch(ROWS + 8 * number)
+                chunk(tokens(), number)
+            return session._microbatches.chunks[0].digest
+
+    assert digest(0, 1) == digest(0, 1)
+    assert digest(0, 1) != digest(1, 0)
+    assert digest(0, 0) != digest(1, 1)

@@ -262,3 +262,15 @@ def test_without_a_change_nothing_flips_whatever_the_order_of_the_columns(chunk)
     with mrr.freeze_recompute(of_five, ask_every_layer=True) as freeze:
         forward(of_five).backward()
     assert (freeze.report.recompute_flips, freeze.report.decisions["recomputed"]) == (0, 24)
+
+
+def test_checkpoints_are_live_again_after_a_session(chunk):
+    """A router that had a session is on the tape of a live forward: its recompute is told apart from one without a tape."""
+    with mrr.replay(chunk, random_trace()) as session:
+        forward(chunk, session).backward()
+    chunk.zero_grad()
+    forward(chunk).backward()
+    other = Chunk()
+    other.around = chunk.around
+    forward(other).backward()
+    assert all(torch.equal(one.grad, two.grad) for one, two in zip(chunk.parameters(), other.parameters()))

@@ -63,6 +63,17 @@ def test_a_router_whose_method_was_replaced_and_does_not_call_on_raises(start, i
     forward(chunk)
 
 
+def test_a_freeze_checks_its_dispatchers_after_a_session_inside_it():
+    chunk = Chunk()
+    freeze = mrr.freeze_recompute(chunk)
+    with mrr.replay(chunk, random_trace()) as session:
+        forward(chunk, session)
+    chunk.routers[1].routing = live_without_asking
+    with pytest.raises(ReplayStateError, match="layer 2: its token dispatcher got a routing map that Meg"):
+        forward(chunk)
+    freeze.close(check=False)
+
+
 FUNCTION = "topk_routing_with_score_function"
 
 

@@ -190,6 +190,24 @@ RAISES: dict[str, tuple[Any, list[list[int]], Call, str]] = {
         {"packed_seq_params": packed(0, 9, 12)},
         "MRR201",
     ),
+    "five positions for one token, packed inside": (
+        arranged(expand),
+        PADDED,
+        {"attention_mask": keep(*MASK), "packed_seq_params": packed(0, 5, 8, 15)},
+        r"MRR201: .*\[5, 3, 7, 0\] tokens, and \[5, 3, 7, 4\]",
+    ),
+    "a token is dropped, packed, with a rest of the row": (
+        arranged(drop),
+        [[*A, *B, 0, 0, 0]],
+        {"packed_seq_params": packed(0, 5, 8)},
+        r"MRR201: .*\[5, 3, 3\] tokens, and \[5, 3, 2\]",
+    ),
+    "one of equal tokens is dropped, and the language model gets the ids": (
+        lambda: arranged(drop_and_fill)(gives_ids=True),
+        [A[:3]],
+        {},
+        "MRR203",
+    ),
     "samples are exchanged, and the language model gets the ids": (
         lambda: arranged(lambda values: values.flip(0))(gives_ids=True),
         [A, [*B, 0, 0]],
@@ -467,3 +485,13 @@ def test_a_wrapped_model_in_a_critic_is_found_at_any_depth() -> None:
     with oracle(model) as calls, mrr.replay(around, trace, **DRAWN):
         around(ids(A), 0)
     assert wrong(calls, trace, {0: [ROWS_A]}) == 0
+
+
+def test_tokens_of_another_layout_are_not_compared_with_rows_by_hand() -> None:
+    """A trainer may pass padded input_ids together with the packed hidden states that it made of them."""
+    model, trace = TinyVLM(), alike([A, B, C])
+    with oracle(model) as calls, mrr.replay(model.language_model, trace, **DRAWN) as session:
+        session.microbatch(torch.tensor([ROWS_A + ROWS_B]))
+        model.language_model(ids(A, [*B, 0, 0]), decoder_input=torch.zeros(8, 1, 8))
+    assert wrong(calls, trace, {0: [[*ROWS_A, *ROWS_B]]}) == 0
+    assert session.report.rows_replayed == 6  # the last token of a sample has no route
