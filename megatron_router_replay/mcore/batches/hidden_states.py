@@ -166,13 +166,19 @@ class ForwardTokens:
         return self.layout.of_rank(values, self.rank)
 
 
-def alignment(config: Any, num_sequences: int, cp_size: int) -> Any:
+def alignment(config: Any, num_sequences: int, cp_size: int, *, sizes: Any = None) -> Any:
     """Return the multiple up to which packing fills each sequence, [S].
 
+    Args:
+        sizes: of the sequences that the caller of a model which packs its own rows asks for: all of them may be multiples
+            of 16 under any layout.
+
     Source: mbridge, mbridge/core/util.py, preprocess_packed_seqs; verl, verl/models/mcore/util.py, which fills sequences to
-    multiples of 16 for FP8, and the whole row to one of 128.
+    multiples of 16 for FP8, and the whole row to one of 128; ROLL 8eb27cc2, megatron_strategy.py, _get_pad_factor: always 16.
     """
     multiple = int(config.tensor_model_parallel_size) * (2 * cp_size if cp_size > 1 else 1)
+    if sizes is not None and not (sizes % lcm(16, multiple)).any():
+        multiple = lcm(16, multiple)
     is_fp8 = bool(getattr(config, "fp8", None))
     align = np.full(num_sequences, lcm(16, multiple) if is_fp8 else multiple)
     if is_fp8 and num_sequences:
