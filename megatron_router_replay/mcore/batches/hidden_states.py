@@ -70,12 +70,15 @@ class ForwardTokens:
             begin, length = raw.begin[:num], (raw.end - raw.begin)[:num]
             first, size = layout.begin[:num], (layout.stop - layout.begin)[:num]
             skip = self._skipped(start[:num] - begin, stop[:num] - begin, length, size, where)
-            count = np.clip(
-                stop[:num] - begin - skip, 0, size
-            )  # not of padding, which a model fills with tokens of its own
-            nth = np.arange(count.sum()) - np.repeat(count.cumsum() - count, count)
-            index = np.full(layout.total, -1)
-            index[np.repeat(first, count) + nth] = np.repeat(begin + skip, count) + nth
+            # Not of padding, which a model fills with tokens of its own.
+            count = np.clip(stop[:num] - begin - skip, 0, size)
+            begin = begin + skip
+            if raw.total == layout.total == count.sum() and (first == begin).all():
+                index = None  # rows without padding, one after the other
+            else:
+                nth = np.arange(count.sum()) - np.repeat(count.cumsum() - count, count)
+                index = np.full(layout.total, -1)
+                index[np.repeat(first, count) + nth] = np.repeat(begin, count) + nth
         if self.language_ids is not None:
             self._check_language_ids(index, where)
         return index
