@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import megatron_router_replay as mrr
 from megatron_router_replay.mcore.batches.inputs import read_inputs
 from megatron_router_replay.mcore.batches.samples import SortedSamples
-from tests.unit.mcore.tiny_chunk import EXPERTS, Chunk, random_routes
+from tests.unit.mcore.tiny_chunk import EXPERTS, HIDDEN, Chunk, random_routes
+from tests.unit.mcore.tiny_vlm import TinyLanguageModel, TinyVLM
 
 TOKENS = 8192
 """Of a micro-batch."""
@@ -74,26 +76,44 @@ def batches(taken: Tensor, rows: Tensor, padding: int) -> dict[str, tuple[Tensor
         "rows": (*right, {}),
         "rows, with position_ids": (*right, {"position_ids": torch.arange(length).expand(len(taken), -1)}),
     }
-    return made | ({"rows, padded on the left": (*left, {})} if padding else {})
+    if padding:
+        made["rows, padded on the left"] = (*left, {})
+    # Multimodal models, which say by a mask what they keep.
+    mask = {"attention_mask": (right[1] >= 0).long()}
+    lengths = torch.arange(len(taken) + 1, dtype=torch.int32) * taken.shape[1]
+    kept = {**mask, "packed_seq_params": SimpleNamespace(cu_seqlens_q=lengths)}
+    made["rows, around a language model"] = (*right, mask)
+    made["rows, packed around a language model"] = (right[0], rows.reshape(1, -1), kept)
+    return made
 
 
 def measure(
     trace: mrr.RoutingTrace, ids: Tensor, rows: Tensor, inputs: dict[str, Any]
 ) -> tuple[float, float, int, int]:
     """Return the milliseconds of a micro-batch by hand and of a followed one, and the operations of each."""
-    model = Model()
+    is_wrapper = "attention_mask" in inputs
+    model: Any = TinyVLM() if is_wrapper else Model()
+    hidden = torch.zeros(rows.shape[1], rows.shape[0], HIDDEN)
+    packed = inputs.get("packed_seq_params")
     padding = rows < 0 if bool((rows < 0).any()) else None
-    options: dict[str, Any] = {"padding_token_ids": [0]} if padding is not None else {}
+    tokens = ids if ids.shape == rows.shape else ids[inputs["attention_mask"].bool()].unsqueeze(0)
+    options: dict[str, Any] = {"padding_token_ids": [0]} if padding is not None and not is_wrapper else {}
     session = mrr.replay(model, trace, min_agreement=0, min_replayed=0, **options)
     microbatches: Any = session._microbatches
     (chunk,) = microbatches.chunks
 
     def by_hand() -> None:
-        session.microbatch(rows, model, token_ids=ids, padding=padding)
+        session.microbatch(rows, model, token_ids=tokens, padding=padding)
         chunk.given = None
 
     def followed() -> None:
-        microbatches.look_up_rows(chunk, read_inputs(Model.forward, (ids,), inputs))
+        if is_wrapper:
+            language = {"decoder_input": hidden, "packed_seq_params": packed}
+            call = read_inputs(TinyLanguageModel.forward, (None,), language)
+            call = replace(call, outer=read_inputs(TinyVLM.forward, (ids,), inputs))
+        else:
+            call = read_inputs(Model.forward, (ids,), inputs)
+        microbatches.look_up_rows(chunk, call)
         chunk.given = None
 
     hand, follow = least(150, by_hand, followed)

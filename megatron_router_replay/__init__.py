@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatron_router_replay.trace import RoutingTrace, concat_traces, merge_traces
     from megatron_router_replay.trainers.audit import audit
 
-__version__ = "0.3.0rc1"
+__version__ = "0.3.0"
 
 # Without this handler, logging would print the warnings of a library to stderr before a program sets logging up.
 logging.getLogger(__name__).addHandler(logging.NullHandler())

@@ -85,6 +85,18 @@ def test_its_demo_replays_a_real_engines_routes_exactly(folder, tmp_path):
     assert result["logprob_gap_with"] < result["logprob_gap_without"]
     assert result["kl_with"] < result["kl_without"]
     assert "mrr.explain(model_chunks)" in done.stderr, "the next step"
+    assert readme_row("router decisions compared with the engine's") == [result["decisions"]] * 2
+    # Rounding differs between machines.
+    differ = [result["differ_without_replay"], 0]
+    assert readme_row("of which differ") == pytest.approx(differ, rel=0.5)
+    kl = [result["kl_without"], result["kl_with"]]
+    assert readme_row("mean k3 KL(engine || trainer) (nats)") == pytest.approx(kl, rel=0.5)
+
+
+def readme_row(label):
+    """Return the two numbers that README shows of a demo, without and with replay."""
+    numbers = re.search(rf"^ +{re.escape(label)} +([\d.,]+) +([\d.,]+)$", (ROOT / "README.md").read_text(), re.M)
+    return [float(number.replace(",", "")) for number in numbers.groups()]
 
 
 def test_its_doctor_finds_nothing_in_the_way(folder, tmp_path):

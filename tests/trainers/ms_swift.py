@@ -36,13 +36,18 @@ def bridge() -> Path | None:
 
 
 def split_cp_inputs() -> Any:
-    """Return mcore_bridge's own function, without its imports."""
+    """Return mcore_bridge's own function."""
+    return own_function("utils/megatron_utils.py", "split_cp_inputs")
+
+
+def own_function(file: str, name: str, **names: Any) -> Any:
+    """Return a function of mcore_bridge, without the imports of its module, which knows these names."""
     from megatron.core import parallel_state
 
-    folder, name = bridge(), "split_cp_inputs"
+    folder = bridge()
     assert folder is not None, "the test is skipped"
-    names = {"torch": torch, "mpu": parallel_state, "Optional": Optional}
-    exec(source_of((folder / "utils" / "megatron_utils.py").read_text(), name) or "", names)
+    names |= {"torch": torch, "mpu": parallel_state, "Optional": Optional, "List": list}
+    exec(source_of((folder / file).read_text(), name) or "", names)
     return names[name]
 
 
@@ -134,6 +139,7 @@ def step(
         if layout.cp_size > 1:
             megatron_lm_utils.split_cp_inputs = split_cp_inputs()
         args = arguments(layout, packs=flags.get("packs", False))
+        args.is_multimodal = "vlm" in options
         chunks = small_model.build(layout, moe_enable_routing_replay=audits, **options)
         for chunk in chunks:
             chunk.module.config.moe_layer_freq = [0, 1, 1, 1]

@@ -207,6 +207,9 @@ def process(*, plants: bool = False) -> Iterator[None]:
     Args:
         plants: Megatron-Core's RouterReplay gets one wrong row.
     """
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding
+    from megatron.core.transformer import attention
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
@@ -214,7 +217,7 @@ def process(*, plants: bool = False) -> Iterator[None]:
         stack.enter_context(mock.patch.dict(os.environ))
         stack.enter_context(torch._dynamo.config.patch(disable=True))
         # What trainers and their hooks replace.
-        for owner in (TopKRouter, RouterReplay):
+        for owner in (TopKRouter, RouterReplay, MultimodalRotaryEmbedding, rope_utils, attention):
             stack.callback(_restore, owner, dict(vars(owner)))
         stack.callback(RouterReplay.global_router_replay_instances.clear)
         if plants:
@@ -228,7 +231,7 @@ def process(*, plants: bool = False) -> Iterator[None]:
 
 
 def _restore(owner: Any, before: dict[str, Any]) -> None:
-    """Give a class the attributes that it had before."""
+    """Give a class or a module the attributes that it had before."""
     for name, value in list(vars(owner).items()):
         if name not in before:
             delattr(owner, name)
@@ -319,7 +322,7 @@ def watched(chunks: list[Any], route_of: dict[int, Tensor]) -> Iterator[Seen]:
                 return
             tokens = seen.tokens(kwargs.get("input_ids", args[0] if args else None))
             if hasattr(module, "tokens_of_layers"):  # a multimodal model, which may pack and split inside
-                tokens = module.tokens_of_layers(tokens, kwargs["attention_mask"], kwargs.get("packed_seq_params"))
+                tokens = module.tokens_of_layers(tokens, kwargs.get("attention_mask"), kwargs.get("packed_seq_params"))
             at = tokens.t().reshape(-1)  # s-major; tensor-parallel ranks share s
             now[:] = [at.chunk(tp_size)[tp_rank] if tp_size > 1 else at]
 

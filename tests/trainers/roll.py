@@ -11,11 +11,12 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 
 from megatron_router_replay.testing import ParallelSizes
 from megatron_router_replay.trainers import roll
-from tests.trainers import oracle, small_model
+from tests.trainers import oracle, small_model, vlms
 from tests.trainers.sources import Source
 from tests.trainers.stand_ins import Config, trainer_imports
 
@@ -49,7 +50,7 @@ def worker_config(*, dynamic: bool = False, packs: bool = False, size: int = 2) 
     )
 
 
-def batch(seed: int, flags: dict[str, Any]) -> Any:
+def batch(seed: int, flags: dict[str, Any], *, has_images: bool = False) -> Any:
     """Return ROLL's own batch of a generation; the second half of the prompts is padded on the left."""
     from roll.distributed.scheduler.protocol import DataProto
     from roll.utils.dynamic_batching import dynamic_batching_shard
@@ -83,6 +84,8 @@ def batch(seed: int, flags: dict[str, Any]) -> Any:
     shape = made.batch["input_ids"][:, 1:].shape
     for name in ("old_log_probs", "ref_log_probs", "advantages"):
         made.batch[name] = torch.ones(shape)
+    if has_images:
+        made.non_tensor_batch["multi_modal_inputs"] = np.array([each or {} for each in vlms.images()], dtype=object)
     made.meta_info = {"loss_mask_keys": ["response_mask"], "micro_batch_size": flags.get("size", 2)}
     if flags.get("dynamic"):
         made, _ = dynamic_batching_shard(made, 1, 2 * length(), 4)
@@ -106,21 +109,25 @@ def step(
         audits: ROLL's own replay is in the routers.
         plants: it gets one wrong row.
     """
-    with _imports(folder), oracle.process(plants=plants):
+    is_vlm = "vlm" in options
+    with (
+        _imports(folder, ("ray",) if is_vlm else SERVICES),
+        oracle.process(plants=plants),
+    ):
         roll.install()
         module, worker = prepare(layout)
         chunks = small_model.build(layout, moe_enable_routing_replay=audits, **options)
-        me = strategy(module, chunks, worker_config(**flags), layout)
+        me = strategy(module, chunks, worker_config(**flags), layout, is_vlm=is_vlm)
         worker.strategy = me
         ids, routes = oracle.rollout(seed := module.mpu.get_data_parallel_rank())
         with oracle.watched(chunks, oracle.routes_of_tokens(ids, routes)) as seen:
-            reference = batch(seed, flags)
+            reference = batch(seed, flags, has_images=is_vlm)
             reference.batch.pop("routed_experts")
-            for made in (reference, batch(seed, flags)):
+            for made in (reference, batch(seed, flags, has_images=is_vlm)):
                 with torch.no_grad():
                     me.forward_step(made, worker.forward_func_log_probs)
                 seen.mark()
-            metrics = me.train_step(batch(seed, flags), worker.loss_func)
+            metrics = me.train_step(batch(seed, flags, has_images=is_vlm), worker.loss_func)
             assert audits or metrics["router_replay/replayed_share"] > 0.8
         return seen.counts()
 
@@ -145,20 +152,19 @@ def prepare(layout: ParallelSizes) -> tuple[Any, Any]:
     return module, worker
 
 
-def strategy(module: Any, chunks: list[Any], config: Config, layout: ParallelSizes) -> Any:
+def strategy(module: Any, chunks: list[Any], config: Config, layout: ParallelSizes, *, is_vlm: bool = False) -> Any:
     """Return a training strategy with these chunks, as ROLL's own `initialize` leaves it."""
     from mcore_adapter.models.model_factory import PretrainedModel, VirtualModels
 
     for chunk in chunks:
         model = chunk.module
         model.config.moe_layer_freq = [0, 1, 1, 1]
-        model.get_batch_on_this_cp_rank = types.MethodType(PretrainedModel.get_batch_on_this_cp_rank, model)
-        # As ROLL's model does, which makes positions and masks by itself.
-        model.register_forward_pre_hook(_lay_out, with_kwargs=True, prepend=True)
+        if not is_vlm:
+            _like_rolls(model, PretrainedModel)
         # ROLL's loss changes logits in place, unless they are cast to fp32 for it.
         model.register_forward_hook(lambda module, args, output: output.bfloat16() if module.post_process else output)
     me = object.__new__(module.MegatronTrainStrategy)
-    me.worker_config, me.is_multimodal, me.use_sequence_packing = config, False, config.use_sequence_packing
+    me.worker_config, me.is_multimodal, me.use_sequence_packing = config, is_vlm, config.use_sequence_packing
     me.model = object.__new__(VirtualModels)
     me.model.models, me.model.config = chunks, chunks[0].config
     me.models_wrapped, me.models_unwrapped = chunks, [chunk.module for chunk in chunks]
@@ -184,6 +190,12 @@ def strategy(module: Any, chunks: list[Any], config: Config, layout: ParallelSiz
     return me
 
 
+def _like_rolls(model: Any, base: Any) -> None:
+    """Let Megatron-Core's GPTModel do what ROLL's does: split a batch, make positions and masks by itself."""
+    model.get_batch_on_this_cp_rank = types.MethodType(base.get_batch_on_this_cp_rank, model)
+    model.register_forward_pre_hook(_lay_out, with_kwargs=True, prepend=True)
+
+
 def without_pinned_memory() -> Any:
     """Return torch for a module whose context parallelism pins the memory of its indices, as only a GPU can."""
     module = types.ModuleType("torch")
@@ -203,14 +215,14 @@ def _lay_out(model: Any, args: Any, kwargs: Any) -> Any:
 
 
 @contextmanager
-def _imports(folder: str) -> Iterator[None]:
+def _imports(folder: str, services: tuple[str, ...]) -> Iterator[None]:
     """Import ROLL and its adapter; its log goes into a folder that ends with the block."""
     source = os.path.join(folder, "mcore_adapter", "src")
     with (
         tempfile.TemporaryDirectory() as logs,
         mock.patch.dict(os.environ, ROLL_LOG_DIR=logs),
         mock.patch.object(sys, "path", [source, *sys.path]),
-        trainer_imports(folder, PACKAGES, services=SERVICES),
+        trainer_imports(folder, PACKAGES, services=services),
     ):
         # Not by a patch of sys.modules, which drops each module that is imported inside. A stand-in would be an NPU.
         sys.modules["torch_npu"] = None  # type: ignore[assignment]

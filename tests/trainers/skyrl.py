@@ -11,7 +11,7 @@ import torch
 
 from megatron_router_replay.testing import ParallelSizes
 from megatron_router_replay.trainers import skyrl
-from tests.trainers import oracle, small_model
+from tests.trainers import oracle, small_model, vlms
 from tests.trainers.sources import Source
 from tests.trainers.stand_ins import Config, trainer_imports
 
@@ -47,13 +47,14 @@ def config(*, packs: bool = False, max_tokens: int = 0) -> Config:
             off_policy_correction=Config(),
         ),
         policy=Config(
+            sequence_parallel_size=1,
             megatron_config=Config(mtp_loss_weight=0.0, mtp_loss_chunk_size=1, mtp_loss_topk=1),
             model=Config(lora=Config(rank=0)),
         ),
     )
 
 
-def batch(seed: int) -> Any:
+def batch(seed: int, *, has_images: bool = False) -> Any:
     """SkyRL's own tensors of a rollout, from the generator's reply by its trainer: prompts padded on the left."""
     from skyrl.train import trainer
 
@@ -82,6 +83,11 @@ def batch(seed: int) -> Any:
         "rollout_logprobs": [[-1.0] * len(part) for part in responses],
         "rollout_expert_indices": [part.numpy().astype(np.uint8) for part in routes],
     }
+    if has_images:
+        first, *_ = vlms.images()
+        assert first is not None
+        for name, value in first.items():  # each sample of SkyRL's has images, here none
+            reply[name] = [value, *[value[:0]] * (len(ids) - 1)]
     if "RoutedExpertIndices" not in Path(trainer.__file__).with_name("dataset").joinpath("preprocess.py").read_text():
         # Before August 2026 the engine's routes were lists.
         reply["rollout_expert_indices"] = [part.tolist() for part in reply["rollout_expert_indices"]]
@@ -108,6 +114,7 @@ def step(
         audits: SkyRL's own replay is in the routers.
         plants: it gets one wrong row.
     """
+    is_vlm = "vlm" in options
     with trainer_imports(folder, SOURCE.packages, services=SERVICES), oracle.process(plants=plants):
         from skyrl.backends.skyrl_train.distributed.megatron import megatron_utils
         from skyrl.backends.skyrl_train.utils.ppo_utils import ppo_policy_loss
@@ -126,21 +133,22 @@ def step(
         me = object.__new__(worker.MegatronPolicyWorkerBase)
         me.cfg, me.actor_module = config(**flags), chunks
         me.model = MegatronModelWrapper(me.cfg, chunks, policy_loss_fn=ppo_policy_loss)
-        me.enable_router_replay, me.is_vlm, me.empty_cuda_cache, me.optimizer = True, False, False, None
+        me.enable_router_replay, me.empty_cuda_cache, me.optimizer = True, False, None
+        me.is_vlm = me.model.is_vlm = is_vlm
         me.strategy = SimpleNamespace(all_reduce=lambda values, op=None, **_: values)
         worker.all_reduce_metrics = lambda status, *_, **__: status
         worker.get_moe_metrics = lambda **_: {}
         ids, routes = oracle.rollout(rank)
         with oracle.watched(chunks, oracle.routes_of_tokens(ids, routes)) as seen:
             _know_tokens(chunks, seen)
-            reference = batch(rank)
+            reference = batch(rank, has_images=is_vlm)
             for name in ("rollout_expert_indices", "router_padding_mask"):
                 reference.pop(name, None)
             me._forward_logprobs(reference)
             seen.mark()
-            me._forward_logprobs(batch(rank))
+            me._forward_logprobs(batch(rank, has_images=is_vlm))
             seen.mark()
-            me.forward_backward(batch(rank))
+            me.forward_backward(batch(rank, has_images=is_vlm))
         return seen.counts()
 
 

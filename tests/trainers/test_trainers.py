@@ -158,6 +158,15 @@ VLMS = {
     "nemo_rl packed full": (ONE, FULL, PACKED, vlms.of_megatron_bridge),
     "nemo_rl tp2 packed moe": (TP2, MOE, PACKED, vlms.of_megatron_bridge),
     "nemo_rl pp2 packed full": (PP2, FULL, PACKED, vlms.of_megatron_bridge),
+    "skyrl full": (ONE, FULL, {}, vlms.of_megatron_bridge),
+    "skyrl pp2 full": (PP2, FULL, {}, vlms.of_megatron_bridge),
+    "roll packed full": (ONE, FULL, PACKED, vlms.of_roll),
+    "roll tp2 packed moe": (TP2, MOE, PACKED, vlms.of_roll),
+    "roll cp2 packed moe": (CP2, MOE, PACKED, vlms.of_roll),
+    "ms_swift packed full": (ONE, FULL, PACKED, vlms.of_mcore_bridge),
+    "ms_swift tp2 packed": (TP2, {}, PACKED, vlms.of_mcore_bridge),
+    "ms_swift cp2 packed full": (CP2, FULL, PACKED, vlms.of_mcore_bridge),
+    "ms_swift cp2 moe": (CP2, MOE, {}, vlms.of_mcore_bridge),
 }
 """Multimodal models with an image: trainer -> layout, recompute, flags, model."""
 
@@ -165,6 +174,8 @@ VLMS = {
 @pytest.mark.parametrize("case", VLMS)
 def test_every_decision_of_a_multimodal_model_is_the_rollouts(case, unedited, on_ranks):
     trainer, (layout, options, flags, vlm) = trainer_of(case), VLMS[case]
+    if vlm is vlms.of_mcore_bridge and ms_swift.bridge() is None:
+        pytest.skip("mcore_bridge is not installed.")
     if vlm is vlms.of_megatron_bridge:
         if "MEGATRON_BRIDGE_DIR" not in os.environ:
             pytest.skip("MEGATRON_BRIDGE_DIR does not name a checkout of Megatron-Bridge")

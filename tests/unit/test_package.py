@@ -61,7 +61,7 @@ CALLS = {
     "no file": (lambda p: load_trace(p / "a"), "cannot load"),
     "diff_traces(tensor, trace)": (
         lambda p: mrr.diff_traces(TENSOR, TRACE),
-        "a is a Tensor: give a RoutingTrace, the path",
+        "a is a Tensor: give a RoutingTrace, its path",
     ),
     "diff_traces(trace, None)": (lambda p: mrr.diff_traces(TRACE, None), "b is a NoneType: give a RoutingTrace"),
     "diff_traces([], trace)": (lambda p: mrr.diff_traces([], TRACE), "a is an empty list of parts"),

@@ -70,12 +70,15 @@ class ForwardTokens:
             begin, length = raw.begin[:num], (raw.end - raw.begin)[:num]
             first, size = layout.begin[:num], (layout.stop - layout.begin)[:num]
             skip = self._skipped(start[:num] - begin, stop[:num] - begin, length, size, where)
-            count = np.clip(
-                stop[:num] - begin - skip, 0, size
-            )  # not of padding, which a model fills with tokens of its own
-            nth = np.arange(count.sum()) - np.repeat(count.cumsum() - count, count)
-            index = np.full(layout.total, -1)
-            index[np.repeat(first, count) + nth] = np.repeat(begin + skip, count) + nth
+            # Not of padding, which a model fills with tokens of its own.
+            count = np.clip(stop[:num] - begin - skip, 0, size)
+            begin = begin + skip
+            if raw.total == layout.total == count.sum() and (first == begin).all():
+                index = None  # rows without padding, one after the other
+            else:
+                nth = np.arange(count.sum()) - np.repeat(count.cumsum() - count, count)
+                index = np.full(layout.total, -1)
+                index[np.repeat(first, count) + nth] = np.repeat(begin, count) + nth
         if self.language_ids is not None:
             self._check_language_ids(index, where)
         return index
@@ -163,13 +166,19 @@ class ForwardTokens:
         return self.layout.of_rank(values, self.rank)
 
 
-def alignment(config: Any, num_sequences: int, cp_size: int) -> Any:
+def alignment(config: Any, num_sequences: int, cp_size: int, *, sizes: Any = None) -> Any:
     """Return the multiple up to which packing fills each sequence, [S].
 
+    Args:
+        sizes: of the sequences that the caller of a model which packs its own rows asks for: all of them may be multiples
+            of 16 under any layout.
+
     Source: mbridge, mbridge/core/util.py, preprocess_packed_seqs; verl, verl/models/mcore/util.py, which fills sequences to
-    multiples of 16 for FP8, and the whole row to one of 128.
+    multiples of 16 for FP8, and the whole row to one of 128; ROLL 8eb27cc2, megatron_strategy.py, _get_pad_factor: always 16.
     """
     multiple = int(config.tensor_model_parallel_size) * (2 * cp_size if cp_size > 1 else 1)
+    if sizes is not None and not (sizes % lcm(16, multiple)).any():
+        multiple = lcm(16, multiple)
     is_fp8 = bool(getattr(config, "fp8", None))
     align = np.full(num_sequences, lcm(16, multiple) if is_fp8 else multiple)
     if is_fp8 and num_sequences:

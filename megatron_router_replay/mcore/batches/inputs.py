@@ -258,6 +258,9 @@ class TokenReader:
                 raw = replace(raw, stop=np.minimum(raw.stop, raw.begin + size))
         cp_size = 1 if group is None else group.size()
         is_later = inputs.outer is None and not getattr(module, "pre_process", True)
+        num, sizes = len(raw.begin) - kind.was_packed, None
+        if inputs.outer is None and kind.is_packed and not kind.was_packed:  # it packs its own rows, as its caller asks
+            sizes = (layout.stop - layout.begin)[:num]
         return ForwardTokens(
             segments=raw,
             tokens=tokens,
@@ -265,7 +268,7 @@ class TokenReader:
             is_packed=(kind.was_packed, kind.is_packed),
             rank=0 if group is None else group.rank(),
             kept=kept,
-            align=None if is_alike or is_later else alignment(module.config, len(raw.begin) - kind.was_packed, cp_size),
+            align=None if is_alike or is_later else alignment(module.config, num, cp_size, sizes=sizes),
             language_ids=None if language_ids is None else language_ids.ravel(),
         )
 

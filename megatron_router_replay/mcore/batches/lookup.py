@@ -138,7 +138,7 @@ class RowLookup:
         runs = samples.leading_runs(self._padding) if segments.searches_left and self._padding else set()
         readings: list[Reading] = []
         problems: list[tuple[int, Misfit]] = []
-        columns = (segments.start, segments.stop, segments.end, *limits)
+        columns = (segments.start, segments.stop, _end_to_read(segments, tokens), *limits)
         for number, (start, stop, end, low, high, doubt) in enumerate(zip(*(each.tolist() for each in columns))):
             found: Reading | Misfit | None = None
             if low >= high:
@@ -252,6 +252,19 @@ class RowLookup:
                 "the engine the same token ids, or leave it out in training.",
                 once=True,
             )
+
+
+def _end_to_read(segments: Segments, tokens: Any) -> Any:
+    """Return one past the last position of each segment that its reading depends on, [S].
+
+    Where its length is known, equal tokens after it are padding; different ones may be tokens that were masked by mistake.
+    """
+    if not segments.lengths_known or not tokens.size:
+        return segments.end
+    changes = np.append(0, (tokens[1:] != tokens[:-1]).cumsum())
+    last = np.maximum(segments.end - 1, 0)
+    varies = changes[last] > changes[np.minimum(segments.stop, last)]
+    return np.where(varies, segments.end, segments.stop)
 
 
 def _runs_differ(segments: Segments, tokens: Any, token: int) -> bool:

@@ -127,6 +127,25 @@ def test_rounding_exchanges_one_expert_of_a_few_rows(one, more, rounding):
     assert (ROUNDING in text) is rounding
 
 
+LITTLE = "weights or a config that differ a little"
+CONFIG = "weights or a config that differ, a random mask, different rows in some places"
+
+
+@pytest.mark.parametrize(
+    ("one", "more", "rows", "causes"),
+    [
+        ((5, 5, 5), (0, 0, 0), 40, f"{ROUNDING}, and as well {LITTLE}"),  # a few
+        ((5, 5, 6), (0, 0, 0), 40, f"{LITTLE}, and as well {ROUNDING}"),
+        ((7, 6, 5), (0, 0, 0), 60, f"{ROUNDING}, and as well {LITTLE}"),  # a tenth
+        ((6, 6, 7), (0, 0, 0), 60, f"{LITTLE}, and as well {ROUNDING}"),
+        ((4, 4, 3), (1, 1, 2), 400, f"{ROUNDING}, and as well {LITTLE}"),  # a few, and not by one expert
+        ((4, 4, 4), (1, 1, 2), 400, CONFIG),
+    ],
+)
+def test_causes_where_no_place_stands_out(one, more, rows, causes):
+    assert f"That fits {causes}" in conclude(diff_of(one, more, rows=rows))
+
+
 @pytest.mark.parametrize(
     ("rest", "explained", "stated"),
     [(15, 50, False), (16, 50, True), (99, 901, False), (100, 900, True), (40, 4000, False)],
@@ -208,18 +227,37 @@ def test_unrelated_rows_that_are_three_quarters_of_all_differences_are_the_only_
 @pytest.mark.parametrize(
     ("rows", "layers", "decisions", "stated"),
     [
-        ((0, 9), (1, 2, 3), 800, False),
+        ((2, 9), (1, 2, 3), 800, False),
+        ((1, 9), (1, 2, 3), 800, True),
         ((3, 7), (2,), 899, False),
         ((3, 7), (2,), 900, True),  # not smaller than the unrelated ones
-        ((0, 10), (1, 2, 3), 800, True),
+        ((2, 10), (1, 2, 3), 800, True),
         ((3, 7), (4,), 800, True),
     ],
 )
 def test_a_route_that_unrelated_rows_repeat_is_no_cause(rows, layers, decisions, stated):
-    unrelated = fact_of("nothing", decisions=900)
+    unrelated = fact_of("nothing", decisions=900, rows=(2, 9))
     repeated = fact_of("constant", layers=layers, decisions=decisions, rows=rows)
     text = conclude(diff_of((0, 0, 0, 0), (300, 300, 300, 0), rows=1000, facts=[unrelated, repeated]))
     assert ("one route is repeated: a capture that stopped" in text) is stated
+
+
+@pytest.mark.parametrize(
+    ("kind", "by_layer"),
+    [("token", (400, 400, 400)), ("first_rows", (400, 400, 400)), ("earlier_expert", (0, 400, 400))],
+)
+def test_a_clue_of_the_place_leaves_no_more_causes(kind, by_layer):
+    assert " That fits weights" in conclude(diff_of(by_layer, rows=1000))
+    clue = fact_of(kind, layers=(1,), decisions=400, rows=None, token=7, expert=3)
+    assert " That fits " not in conclude(diff_of(by_layer, rows=1000, facts=[clue]))
+
+
+@pytest.mark.parametrize(("decisions", "sure"), [(269, False), (270, True)])
+def test_an_expert_is_sure_from_nine_tenths_of_a_layers_differences_on(decisions, sure):
+    clue = fact_of("expert", layers=(1,), decisions=decisions, rows=None, expert=3, verb="gained")
+    text = conclude(diff_of((300, 300, 300), rows=1000, facts=[clue]))
+    assert ("in a part of these rows" not in text) is sure
+    assert (" That fits " not in text) is sure
 
 
 def test_traces_without_a_common_layer():

@@ -14,6 +14,7 @@ from megatron_router_replay.mcore.core.streams import to_device
 from tests.support.soft_gpu import SoftGpu, to_gpu
 from tests.support.workers import GlooWorkers
 from tests.unit.mcore.tiny_chunk import EXPERTS, Chunk, random_routes, watched, wrong_replays
+from tests.unit.mcore.tiny_vlm import TinyVLM, packed
 
 SAMPLES = [[5, 6, 7, 8], [5, 6, 9], [4, 4, 4, 1, 2]]
 ROWS = {
@@ -96,3 +97,39 @@ def test_a_recording_waits_for_the_ids_alone(gpu_worker: GlooWorkers, ids_on: st
     (found,) = gpu_worker.run(replayed, "padded", ids_on, "cpu", True)
     assert (found["waits"], found["races"]) == ([1, 1, 1] if ids_on == "cuda" else [0, 0, 0], [])
     assert found["samples"] == (4, 5, 3) * 3
+
+
+def waits_of_a_wrapper(packs: bool, gives_ids: bool) -> tuple[list[int], list[int], list[str], int]:
+    """Waits of each forward of a multimodal model without a session and with one, races, and rows that were replayed."""
+    rows, trace = torch.tensor(ROWS["padded"]), a_trace()
+    assert trace.token_ids is not None
+    ids = torch.where(rows >= 0, trace.token_ids[rows.clamp(min=0)].long(), 0)
+    with SoftGpu() as gpu:
+        model: Any = to_gpu(TinyVLM(gives_ids=gives_ids))
+        inputs: dict[str, Any] = {"attention_mask": (rows >= 0).long().to("cuda")}
+        if packs:
+            inputs["packed_seq_params"] = packed(0, *(rows >= 0).sum(1).cumsum(0).tolist())
+            inputs["packed_seq_params"].cu_seqlens_q = inputs["packed_seq_params"].cu_seqlens_q.to("cuda")
+        on_gpu = ids.to("cuda")
+
+        def waits() -> list[int]:
+            counts = []
+            for number in range(3):
+                with gpu.logged() as log:
+                    model(on_gpu, number, **inputs)
+                counts.append(len(log.waits))
+            return counts
+
+        live = waits()
+        with mrr.replay(model, trace, min_agreement=0) as session:
+            replayed = waits()
+        races = sorted(set(gpu.races))
+    return live, replayed, races, session.report.rows_replayed
+
+
+@pytest.mark.parametrize(("packs", "gives_ids"), [(False, False), (True, False), (True, True)])
+def test_a_wrapper_waits_once_more_than_without_a_session(
+    gpu_worker: GlooWorkers, packs: bool, gives_ids: bool
+) -> None:
+    ((live, replayed, races, rows),) = gpu_worker.run(waits_of_a_wrapper, packs, gives_ids)
+    assert (replayed, races, rows) == ([count + 1 for count in live], [], 36)

@@ -124,6 +124,13 @@ FOUND: dict[str, tuple[Any, list[list[int]], list[list[int]], Call, Call]] = {
         {"attention_mask": keep(*LEFT_MASK), "packed_seq_params": packed(0, 5, 8, 15)},
         {},
     ),
+    "packs itself, to multiples of 16": (
+        PacksItself,
+        LEFT,
+        [[*ROWS_A, *[-1] * 11, *ROWS_B, *[-1] * 13, *ROWS_C, *[-1] * 9]],
+        {"attention_mask": keep(*LEFT_MASK), "packed_seq_params": packed(0, 16, 32, 48)},
+        {},
+    ),
     "packs itself, and gets it packed": (
         PacksItself,
         [[*A, *B, *C]],
@@ -231,6 +238,18 @@ RAISES: dict[str, tuple[Any, list[list[int]], Call, str]] = {
         [[*A, 0], [0, 0, 0, *B]],
         {"attention_mask": keep([1] * 5 + [0], [0] * 3 + [1] * 3), "packed_seq_params": packed(0, 6, 9)},
         r"MRR201: .*\[5, 3\] tokens, and \[6, 3\]",
+    ),
+    "packs itself, to what is no multiple": (
+        PacksItself,
+        LEFT,
+        {"attention_mask": keep(*LEFT_MASK), "packed_seq_params": packed(0, 16, 31, 47)},
+        r"MRR201: .*\[5, 3, 7\] tokens, and \[16, 15, 16\]",
+    ),
+    "packs itself, to a multiple of 16 too many": (
+        PacksItself,
+        LEFT,
+        {"attention_mask": keep(*LEFT_MASK), "packed_seq_params": packed(0, 16, 48, 64)},
+        r"MRR201: .*\[5, 3, 7\] tokens, and \[16, 32, 16\]",
     ),
     "lengths without padding that are not the mask's": (
         TinyVLM,
