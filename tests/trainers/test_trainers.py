@@ -158,6 +158,7 @@ VLMS = {
     "nemo_rl packed full": (ONE, FULL, PACKED, vlms.of_megatron_bridge),
     "nemo_rl tp2 packed moe": (TP2, MOE, PACKED, vlms.of_megatron_bridge),
     "nemo_rl pp2 packed full": (PP2, FULL, PACKED, vlms.of_megatron_bridge),
+    "nemo_rl cp2 packed moe": (CP2, MOE, PACKED, vlms.of_megatron_bridge),
     "skyrl full": (ONE, FULL, {}, vlms.of_megatron_bridge),
     "skyrl pp2 full": (PP2, FULL, {}, vlms.of_megatron_bridge),
     "roll packed full": (ONE, FULL, PACKED, vlms.of_roll),
