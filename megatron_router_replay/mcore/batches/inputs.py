@@ -277,6 +277,9 @@ class TokenReader:
         padding, attention = masks.get("padding_mask"), masks.get("attention_mask")
         if padding is None and attention is None:
             return segments, None
+        if attention is not None and padding is None and not self.padding_token_ids and attention.all():
+            length = segments.end - segments.begin  # a mask that keeps all
+            return replace(segments, lengths_known=True, searches_left=False), (np.zeros_like(length), length, length)
         by_attention = segments if attention is None else segments.with_lengths(attention == 0)
         if padding is None:
             known = by_attention
