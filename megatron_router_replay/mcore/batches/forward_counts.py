@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,8 @@ class ForwardCounts:
         return self.rows_replayed + self.rows_live + self.rows_padding
 
     def __add__(self, other: ForwardCounts) -> ForwardCounts:
-        return ForwardCounts(*map(int.__add__, astuple(self), astuple(other)))
+        # Once a forward: dataclasses.astuple would copy each count deeply.
+        return ForwardCounts(*[getattr(self, name) + getattr(other, name) for name in self.__slots__])
 
     @staticmethod
     def total(parts: Iterable[ForwardCounts]) -> ForwardCounts:
