@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import add, attrgetter
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +27,12 @@ class ForwardCounts:
         return self.rows_replayed + self.rows_live + self.rows_padding
 
     def __add__(self, other: ForwardCounts) -> ForwardCounts:
-        # Once a forward: dataclasses.astuple would copy each count deeply.
-        return ForwardCounts(*[getattr(self, name) + getattr(other, name) for name in self.__slots__])
+        return ForwardCounts(*map(add, _values(self), _values(other)))
 
     @staticmethod
     def total(parts: Iterable[ForwardCounts]) -> ForwardCounts:
         """Return the sum of counts."""
         return sum(parts, start=ForwardCounts())
+
+
+_values = attrgetter(*ForwardCounts.__slots__)  # once a forward: dataclasses.astuple would copy each count deeply
