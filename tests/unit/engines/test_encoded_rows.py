@@ -78,7 +78,7 @@ def test_a_fault_is_the_one_of_the_array(monkeypatch, block_bytes, fault):
 def test_dense_layers_of_zeros_in_one_block_and_of_minus_one_in_the_next_raise(monkeypatch):
     monkeypatch.setattr(row_check, "_BLOCK_BYTES", 1)
     array = rows_of(20)
-    array[10:, 0] = -1
+    array[9:, 0] = -1  # at the end of a block of three rows: no block has both
     with pytest.raises(PayloadError, match=r"MRR306: .*column 0 is of a dense layer"):
         engines.sglang.decode(int32_base64(array), model=MODEL, token_ids=list(range(21)))
 

@@ -125,6 +125,13 @@ def test_the_decode_servers_rows_of_the_prompt_are_ignored(rubbish):
     assert (trace.token_ids.tolist(), trace.sample_ids) == (PROMPT + OUTPUT, ("a",))
 
 
+def test_a_request_of_one_output_token_has_as_many_tokens_in_both_replies():
+    trace = join((ROWS[:P], PROMPT, [7]), (ROWS[:P], PROMPT, [9]))
+    assert torch.equal(trace.topk_indices[:-1].long(), torch.from_numpy(ROWS[:P]))
+    assert trace.replay_mask.tolist() == [True] * P + [False]
+    assert trace.token_ids.tolist() == [*PROMPT, 9]
+
+
 LOST = np.concatenate([ROWS[:30], np.zeros_like(ROWS[:1]), ROWS[31:]])
 
 

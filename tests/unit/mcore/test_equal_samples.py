@@ -78,6 +78,12 @@ def moved(routes: Tensor) -> Tensor:
     return (routes + 4) % EXPERTS
 
 
+def of_different_kinds(num_rows: int) -> Tensor:
+    """Routes in which each row is of a kind of its own, and `moved` changes all experts."""
+    pairs = [(a, b) for a in range(EXPERTS) for b in range(a + 1, EXPERTS) if b != a + 4]
+    return torch.tensor(pairs[:num_rows]).unsqueeze(1).repeat(1, len(LAYERS), 1)
+
+
 def test_routes_of_equal_samples_are_compared_to_their_last_token() -> None:
     one = random_routes(150, len(LAYERS), 3)
     other = torch.cat([one[:128], moved(one[128:])])
@@ -85,6 +91,15 @@ def test_routes_of_equal_samples_are_compared_to_their_last_token() -> None:
     assert re.match(
         r"have different routes \(positions 1(28 to 143|32 to 147|33 to 148) share -\d+% of", of_two(one, other)
     )
+
+
+@pytest.mark.parametrize("num_rows", [17, 20])
+def test_the_last_window_has_the_last_rows(num_rows: int) -> None:
+    """Seven rows of a window are the fewest that count, and no window before the last one has all of these."""
+    one = of_different_kinds(num_rows + 1)
+    found = of_two(one, torch.cat([one[: num_rows - 7], moved(one[num_rows - 7 :])]))
+    positions = f"positions {num_rows - 16} to {num_rows - 1}"
+    assert found == f"have different routes ({positions} share 42% of their experts beyond chance)"
 
 
 @pytest.mark.parametrize("begin", [0, 88, 89, 90, 91, 133])
@@ -180,8 +195,7 @@ def test_equal_samples_with_other_routes_raise_again_where_a_forward_is_repeated
     ],
 )
 def test_a_few_decisions_that_differ_may_be_noise(num_rows: int, num_different: int, share: str | None) -> None:
-    pairs = [(a, b) for a in range(EXPERTS) for b in range(a + 1, EXPERTS) if b != a + 4]
-    one = torch.tensor(pairs[: num_rows + 1]).unsqueeze(1).repeat(1, len(LAYERS), 1)  # each row of a kind of its own
+    one = of_different_kinds(num_rows + 1)
     differs = torch.arange(3 * num_rows + 3).view(-1, 3, 1) < num_different
     found = of_two(one, torch.where(differs, moved(one), one))  # the last token has no route
     positions = f"positions 0 to {num_rows - 1}"

@@ -425,6 +425,12 @@ RAISES: dict[str, tuple[Tokens, Tokens, dict[str, Any], str]] = {
         positions([3]) | {"inference_context": object()},
         "MRR424.*inference_context",
     ),
+    "a step of a generation, by the former name of its cache": (
+        [A, B],
+        [[5]],
+        positions([3]) | {"inference_params": object()},
+        "MRR424.*its cache has the tokens before",
+    ),
 }
 
 

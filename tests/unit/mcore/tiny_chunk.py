@@ -126,6 +126,7 @@ class Chunk(nn.Module):
         position_ids: Tensor | None = None,
         padding_mask: Tensor | None = None,
         inference_context: Any = None,
+        inference_params: Any = None,
     ) -> Tensor:
         number = self.number if number is None else number
         hidden = self.embedding[torch.atleast_2d(input_ids).t()]
