@@ -23,6 +23,7 @@ import megatron_router_replay as mrr
 from benchmarks.measure import environment, peak_above, rounds, table
 from megatron_router_replay import RoutingTrace, engines, merge_traces
 from megatron_router_replay.mcore.batches.microbatch import UsedExperts
+from tests.unit.mcore import tiny_chunk
 from tests.unit.mcore.tiny_chunk import Chunk, tokens
 
 LAYERS, SAMPLE, STAGES, FORWARD = 48, 64, 4, 4096
@@ -112,7 +113,7 @@ def recorded(num_rows: int, rows: np.ndarray, num_experts: int) -> tuple[Any, li
         router.weight.data = torch.randn(num_experts, router.weight.shape[1])
     for layer in chunk.layers:
         layer.experts.data = torch.zeros(num_experts, *layer.experts.shape[1:])
-    sys.modules["tests.unit.mcore.tiny_chunk"].EXPERTS = num_experts  # type: ignore[attr-defined]
+    tiny_chunk.EXPERTS = num_experts
     with mrr.record(chunk, padding_token_ids=[]) as recording:
         chunk(tokens())
     found = recording._recorded._recorded[0]

@@ -140,7 +140,7 @@ class TrainerReplay:
 
     @property
     def has_samples(self) -> bool:
-        """Whether the newest samples came in with routes; under an audit, with routes that can be compared."""
+        """Return whether the newest samples came in with routes; under an audit, with routes that can be compared."""
         return self._trace is not None
 
     @contextmanager

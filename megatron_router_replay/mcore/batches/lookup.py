@@ -143,10 +143,10 @@ class RowLookup:
             found: Reading | Misfit | None = None
             if low >= high:
                 found = PADDING_ALONE
-            elif (low == start or not runs) and not (segments.lengths_known and stop < end):
+            elif (low == start or not runs) and stop == end:
                 found = samples.read_plain(low - start, keys[4 * low : 4 * stop], high - low, max(0, doubt - low))
             if found is None:
-                found = self._read_one(samples, segments, number, tokens, keys, limits, runs)
+                found = self._read_one(samples, segments, number, end, tokens, keys, limits, runs)
             if isinstance(found, Misfit):
                 problems.append((number, found))
             else:
@@ -164,6 +164,7 @@ class RowLookup:
         samples: SortedSamples,
         segments: Segments,
         number: int,
+        end: int,
         tokens: Any,
         keys: bytes,
         limits: _Limits,
@@ -196,9 +197,8 @@ class RowLookup:
         key = keys[4 * (start + best.start) : 4 * stop]
         if best.is_ambiguous and (problem := self._unlike_rivals(names, best, key)):
             return problem
-        end = int(segments.end[number])
-        if segments.lengths_known and not best.is_whole and stop < end and (tokens[stop:end] != tokens[stop]).any():
-            # If different tokens after the end continue the sample, they were masked by mistake; equal ones are padding.
+        if not best.is_whole and stop < end:
+            # If the tokens after the end continue the sample, they were masked by mistake.
             number_known = samples.num_known(keys[4 * start : 4 * end])
             if number_known > best.known:
                 return misfit.masked_tokens(names, best, number_known - best.known)
@@ -255,7 +255,7 @@ class RowLookup:
 
 
 def _end_to_read(segments: Segments, tokens: Any) -> Any:
-    """Return one past the last position of each segment that its reading depends on, [S].
+    """Return one past the last position of each segment that its reading depends on, [S]; `stop`: its own tokens alone.
 
     Where its length is known, equal tokens after it are padding; different ones may be tokens that were masked by mistake.
     """

@@ -2,14 +2,14 @@
 
 Limits, with the script that set each and that shows what a new value does. `faults` and `legal` are modes of
 `python -m examples.effect.agreement`: 21 faults in four routers must raise (last run 2026-11-28), legal sessions of nine
-models must not (2026-11-28). `equal` is `python -m examples.effect.equal_samples` (2026-11-28). All results stand in
+models must not (2026-11-28). `equal` is `python -m examples.effect.equal_samples` (2026-11-28). All results are in
 `benchmarks/RESULTS_agreement.md`; a limit that changes needs both modes again. "By hand" is a bound without a measurement.
 
     name                 value   guards                                                  set by
     min_agreement        0.25    a layer that agrees less raises                         faults, legal
     WARN                 0.5     a layer that agrees less warns                          legal
-    LEAST_DECISIONS      128     a layer with less evidence raises and warns nothing     legal, its tiny batches
-    LEAST_TO_WARN        64      the same for the warning below min_agreement            permuted ids in the demo's reply
+    LEAST_DECISIONS      128     a layer with less evidence does not raise               legal, its tiny batches
+    LEAST_TO_WARN        64      nor warn below min_agreement, with less than this       permuted ids in the demo's reply
     EVIDENCE             72      a block of rows raises (legal sessions reach 69)        legal, faults
     ROW_EVIDENCE         6       what one row, or all rows of a kind, add to a block     legal, its loops
     SHARED_NOISE         15      what noise gives a rank's block of a shared sample      legal, TP4 and CP4

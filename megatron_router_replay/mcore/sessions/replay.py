@@ -283,7 +283,7 @@ def replay(
             no more of them than by chance. One layer of each micro-batch is compared, without a host sync. When the session
             ends, layers that agree less raise, and blocks of rows with experts that are far from the live choice. 0.5 is
             strict. 0 turns these checks off, for routes that belong to a different model on purpose.
-        wrong_routes: "raise", or "warn" for a run that may not stop. Both leave the rows in `session.report.wrong_rows`.
+        wrong_routes: "raise", or "warn" for a run that must not stop. Both leave the rows in `session.report.wrong_rows`.
         ask_every_layer: take the live top-k of all layers in every micro-batch.
         group: the ranks that are checked together when the session ends; all of them must have such a session. None: every
             rank of the job. No rank waits for one that raised inside its block.

@@ -16,6 +16,15 @@ from megatron_router_replay.testing import ParallelSizes
 IMAGE = 7
 """The token that stands for an embedding of an image."""
 
+LAYOUTS: list[dict[str, int]] = [
+    {},
+    {"tp_size": 2},
+    {"cp_size": 2},
+    {"pp_size": 2},
+    {"tp_size": 2, "pp_size": 2},
+    {"tp_size": 2, "cp_size": 2},
+]
+
 
 def embed(language_model: Any, input_ids: Tensor, image: Tensor) -> Tensor:
     """Embeddings [b, s, h] of whole sequences, with images merged in; the embedding does not scatter them."""

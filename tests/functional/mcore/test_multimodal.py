@@ -9,7 +9,7 @@ from torch import Tensor
 import megatron_router_replay as mrr
 from megatron_router_replay.testing import ParallelSizes
 from tests.functional.mcore.cases import DRAWN, FULL, Case, random_routes, same, watched, wrong_replays
-from tests.functional.mcore.small_vlm import IMAGE, alignment, arrange, small_vlms
+from tests.functional.mcore.small_vlm import IMAGE, LAYOUTS, alignment, arrange, small_vlms
 from tests.functional.mcore.test_follow import rows_of, samples
 from tests.support.gradients import gradients
 from tests.support.packing import pack_sequences, pad_sequences
@@ -121,14 +121,6 @@ CASES = [
     pytest.param({"cp_size": 2}, "ROLL", "padded, mask"),
     pytest.param({"pp_size": 2}, "Megatron-Bridge", "packed inside, left"),
     pytest.param({"pp_size": 2, "vp_size": 2}, "mbridge", "packed inside", marks=pytest.mark.slow),
-]
-LAYOUTS: list[dict[str, int]] = [
-    {},
-    {"tp_size": 2},
-    {"cp_size": 2},
-    {"pp_size": 2},
-    {"tp_size": 2, "pp_size": 2},
-    {"tp_size": 2, "cp_size": 2},
 ]
 KINDS = [
     "padded",

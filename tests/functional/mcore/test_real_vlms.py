@@ -13,7 +13,7 @@ from megatron_router_replay.testing import ParallelSizes
 from tests.functional.mcore import real_vlms
 from tests.functional.mcore.cases import DRAWN, FULL, Case, random_routes, same, watched, wrong_replays
 from tests.functional.mcore.real_vlms import IMAGE, VISION_START
-from tests.functional.mcore.small_vlm import alignment, arrange
+from tests.functional.mcore.small_vlm import LAYOUTS, alignment, arrange
 from tests.functional.mcore.test_follow import rows_of, samples
 from tests.support.gradients import gradients
 from tests.support.packing import pack_sequences, pad_sequences
@@ -123,16 +123,6 @@ def follow(layout: ParallelSizes, kind: str, packing: str, images: bool) -> tupl
     with mrr.freeze_recompute(chunks):
         assert same(run(), live)
     return wrong, of_live.wrong / of_live.compared
-
-
-LAYOUTS: list[dict[str, int]] = [
-    {},
-    {"tp_size": 2},
-    {"cp_size": 2},
-    {"pp_size": 2},
-    {"tp_size": 2, "pp_size": 2},
-    {"tp_size": 2, "cp_size": 2},
-]
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from torch import Tensor
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, ReplayStateError
-from tests.support.new_seeds import new_seeds
+from tests.support.new_seeds import check_new_seeds
 from tests.unit.mcore.tiny_chunk import EXPERTS, TOPK, VOCAB, Chunk, watched
 
 QUICK = 60
@@ -347,13 +347,4 @@ def test_quick_programs(run: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("run", [declared_is_exact, undeclared_is_exact_or_advised])
 def test_programs_that_no_run_had_before(run: Any) -> None:
-    failed, results = {}, Counter[str]()
-    for seed in new_seeds(300, num_of_all=2500):
-        try:
-            results[run(seed)] += 1
-        except Exception as error:  # of any kind: each is a failure, and the test names all of them
-            failed[seed] = f"{type(error).__name__}: {error}"
-    print(results)
-    assert not failed, (
-        "\n".join(f"seed {seed}: {text}" for seed, text in list(failed.items())[:20]) + f"\n{len(failed)}"
-    )
+    check_new_seeds(run)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError, RouterReplayError
-from tests.support.new_seeds import new_seeds
+from tests.support.new_seeds import check_new_seeds
 from tests.unit.mcore.test_rollout_programs import DRAWN, LAYERS, Part, Program
 from tests.unit.mcore.tiny_chunk import HIDDEN, TOPK, VOCAB, disturb, non_reentrant, plain, reentrant
 from tests.unit.mcore.tiny_vlm import Decoder, TinyLanguageModel
@@ -566,13 +566,4 @@ def test_quick_programs(run: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS)
 def test_programs_that_no_run_had_before(run: Any) -> None:
-    failed, results = {}, Counter[str]()
-    for seed in new_seeds(300, num_of_all=2500):
-        try:
-            results[run(seed)] += 1
-        except Exception as error:  # of any kind: each is a failure, and the test names all of them
-            failed[seed] = f"{type(error).__name__}: {error}"
-    print(results)
-    assert not failed, (
-        "\n".join(f"seed {seed}: {text}" for seed, text in list(failed.items())[:20]) + f"\n{len(failed)}"
-    )
+    check_new_seeds(run)
