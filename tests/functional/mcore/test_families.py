@@ -136,7 +136,8 @@ def test_a_family_records_replays_and_recomputes(family, scale, megatron):
     model = build(family, scale)
     microbatches = random_microbatches(2, batch_size=2, sequence_length=8)
     hashed = {name for name, module in model.named_modules() if getattr(module, "tid2eid", None) is not None}
-    routers = {name: module for name, module in model.named_modules() if module in moe_routers([model])}
+    replayed = set(moe_routers([model]))
+    routers = {name: module for name, module in model.named_modules() if module in replayed}
     routed = {name: router.layer_number for name, router in routers.items() if name not in hashed}
     live = step(model, microbatches)
 
