@@ -22,14 +22,9 @@ from megatron_router_replay.mcore.batches.microbatch import Microbatch
 from megatron_router_replay.mcore.core.call import TopKRequest
 from megatron_router_replay.mcore.core.streams import current_stream, wait_stream
 from megatron_router_replay.mcore.judge.blocks import EVIDENCE
-from megatron_router_replay.mcore.judge.verdict import (
-    WARN,
-    Anomaly,
-    ComparedLayer,
-    RankEvidence,
-    Sums,
-    agreement_by_layer,
-)
+from megatron_router_replay.mcore.judge.rank_evidence import Anomaly, ComparedLayer, RankEvidence
+from megatron_router_replay.mcore.judge.sums import Sums, agreement_by_layer
+from megatron_router_replay.mcore.judge.verdict import WARN
 from megatron_router_replay.trace import RoutingTrace
 
 ALL = -1

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_router_replay.checks import warn
 from megatron_router_replay.mcore.judge.agreement import LiveAgreement
-from megatron_router_replay.mcore.judge.verdict import add_up
+from megatron_router_replay.mcore.judge.sums import add_up
 from megatron_router_replay.tables import Table
 
 _LOG = logging.getLogger(__name__)

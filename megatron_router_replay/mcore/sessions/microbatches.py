@@ -30,7 +30,8 @@ from megatron_router_replay.mcore.core import hooks, tape
 from megatron_router_replay.mcore.core.call import RouterCounts, RoutingCall, TopKRequest
 from megatron_router_replay.mcore.core.streams import to_host
 from megatron_router_replay.mcore.judge.agreement import Agreement
-from megatron_router_replay.mcore.judge.group_check import GroupCheck, GroupResult, RankSummary
+from megatron_router_replay.mcore.judge.group_check import GroupCheck
+from megatron_router_replay.mcore.judge.group_result import GroupResult, RankSummary
 from megatron_router_replay.mcore.judge.report import SessionReport
 from megatron_router_replay.mcore.model.find import FoundRouter, wrappers
 from megatron_router_replay.mcore.sessions.routers import SessionRouters

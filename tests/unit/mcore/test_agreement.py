@@ -16,7 +16,8 @@ from megatron_router_replay.mcore.core.call import TopKRequest
 from megatron_router_replay.mcore.judge import verdict
 from megatron_router_replay.mcore.judge.agreement import Agreement, LiveAgreement
 from megatron_router_replay.mcore.judge.blocks import EVIDENCE, ComparedRows
-from megatron_router_replay.mcore.judge.verdict import Anomaly, SharedBlock, Sums
+from megatron_router_replay.mcore.judge.rank_evidence import Anomaly, SharedBlock
+from megatron_router_replay.mcore.judge.sums import Sums, add_up
 from tests.unit.mcore.tiny_chunk import ROWS, Chunk, forward, random_trace, tokens
 
 LAYERS = 4
@@ -357,7 +358,7 @@ def test_ranks_with_the_same_rows_count_once_and_one_that_is_wrong_alone_raises(
             add(each, scores, replayed, layer=layer, sequences=2)
     problem, warned = found(*ranks)
     assert (bool(problem), warned) == {"warns": (True, False), "raises": (True, False)}[result]
-    layers = verdict.add_up((number, sums) for each in ranks[:1] for number, sums in each.report().layers.items())
+    layers = add_up((number, sums) for each in ranks[:1] for number, sums in each.report().layers.items())
     assert layers[2].rows == 200
 
 

@@ -20,17 +20,17 @@ import megatron_router_replay as mrr
 from megatron_router_replay.checks import _warned
 from megatron_router_replay.mcore.batches.forward_counts import ForwardCounts
 from megatron_router_replay.mcore.core.hooks import sources_of
-from megatron_router_replay.mcore.judge.group_check import (
-    GroupCheck,
+from megatron_router_replay.mcore.judge.group_check import GroupCheck, _published, _read
+from megatron_router_replay.mcore.judge.group_result import (
     GroupResult,
     RankSummary,
-    _published,
-    _read,
-    _result,
+    group_result,
     replay_problems,
     stages_with_other_rows,
 )
-from megatron_router_replay.mcore.judge.verdict import Anomaly, Sums, group_verdict
+from megatron_router_replay.mcore.judge.rank_evidence import Anomaly
+from megatron_router_replay.mcore.judge.sums import Sums
+from megatron_router_replay.mcore.judge.verdict import group_verdict
 from tests.unit.mcore.tiny_chunk import ROWS, Chunk, random_trace, tokens
 
 
@@ -100,7 +100,7 @@ IDLE = [
 @pytest.mark.parametrize(("ranks", "idle"), IDLE)
 def test_a_rank_that_ran_no_forward_where_others_did_is_named(ranks, idle):
     told = {2 + rank: each for rank, each in enumerate(ranks)}
-    warnings = _result(told).warnings
+    warnings = group_result(told).warnings
     assert list(warnings) == ["a rank without a forward"] * bool(idle)
     if idle:
         text = warnings["a rank without a forward"]

@@ -5,8 +5,9 @@ from dataclasses import fields, replace
 import pytest
 
 from megatron_router_replay.mcore.judge.agreement import LiveAgreement
+from megatron_router_replay.mcore.judge.rank_evidence import Anomaly
 from megatron_router_replay.mcore.judge.report import SessionReport, _add_up
-from megatron_router_replay.mcore.judge.verdict import Anomaly, Sums
+from megatron_router_replay.mcore.judge.sums import Sums
 
 REPLAY = SessionReport(
     kind="replay",

@@ -1,6 +1,8 @@
 """Findings of a rank and of all ranks, at their limits: rows packed by hand, no router around them."""
 
+import importlib
 import inspect
+import pkgutil
 import re
 
 import numpy as np
@@ -10,16 +12,10 @@ import torch
 import megatron_router_replay as mrr
 from megatron_router_replay.mcore import judge
 from megatron_router_replay.mcore.batches import equal_samples
-from megatron_router_replay.mcore.judge import agreement, blocks, causes, group_check, places, report, verdict
 from megatron_router_replay.mcore.judge.blocks import EVIDENCE
-from megatron_router_replay.mcore.judge.verdict import (
-    Anomaly,
-    ComparedLayer,
-    RankEvidence,
-    SharedBlock,
-    Sums,
-    group_verdict,
-)
+from megatron_router_replay.mcore.judge.rank_evidence import Anomaly, ComparedLayer, RankEvidence, SharedBlock
+from megatron_router_replay.mcore.judge.sums import Sums
+from megatron_router_replay.mcore.judge.verdict import group_verdict
 
 EXPERTS, TOPK = 64, 4
 OUTSIDE, LIVE = 0, 2
@@ -62,7 +58,8 @@ def texts(*parts, trace=None):
 def test_the_table_of_limits_has_every_limit_of_the_family_with_its_value():
     table = dict(re.findall(r"^    (\w+) +([\d.]+) ", judge.__doc__, re.MULTILINE))
     limits = {"min_agreement": inspect.signature(mrr.replay).parameters["min_agreement"].default}
-    for module in (agreement, blocks, causes, group_check, places, report, verdict, equal_samples):
+    family = [importlib.import_module(f"{judge.__name__}.{each.name}") for each in pkgutil.iter_modules(judge.__path__)]
+    for module in (*family, equal_samples):
         named = {name: value for name, value in vars(module).items() if isinstance(value, int | float)}
         limits |= {name: value for name, value in named.items() if name.isupper() and name != "ALL"}
     assert len(table) == 34
