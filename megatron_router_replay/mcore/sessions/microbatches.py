@@ -55,6 +55,7 @@ class Microbatches(ABC):
     kind: str
     agreement: Agreement | None = None
     _takes_microbatches = True
+    _announces_recomputes = _may_be_captured = False
     had_inner = False  # and never has: only a freeze may surround a session
 
     def __init__(self, routers: SessionRouters, chunks: list[Chunk], group_check: GroupCheck) -> None:
