@@ -36,6 +36,7 @@ class Chunk:
         missing: names the rows of a forward that has none, in a message.
 
     Attributes:
+        module: the innermost model.
         where: rank and chunk, for messages.
         given: the micro-batch of the next forward, or of layers to come; None: there is none.
         current: the one that runs, or ran last; None: there was none, or its forward failed.
@@ -49,6 +50,7 @@ class Chunk:
     ) -> None:
         self.index = index
         self.levels = wrappers(outermost)
+        self.module = self.levels[-1]
         self.replayed_routers = replayed_routers
         self.config: Any = replayed_routers[0].router.config
         self.where, self._missing = f"rank {rank}, chunk {index}", missing
@@ -71,11 +73,6 @@ class Chunk:
             plan=lambda inputs: self._microbatches.look_up_rows(self, inputs),
             is_new=lambda: bool(self._microbatches.is_new_forward()),
         )
-
-    @property
-    def module(self) -> nn.Module:
-        """The innermost model."""
-        return self.levels[-1]
 
     @property
     def device(self) -> torch.device:

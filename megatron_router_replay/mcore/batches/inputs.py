@@ -27,6 +27,10 @@ _CACHE_KEYWORDS = ("inference_context", "inference_params")
 """Keywords of Megatron-Core by which a forward continues the sequences of earlier ones."""
 
 
+Bounds = tuple[Tensor | None, Tensor | None]
+"""(cu_seqlens that count padding, cu_seqlens without padding); the same tensor twice if there is one."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardInputs:
     """The arguments of a forward from which its tokens are read.
@@ -52,16 +56,12 @@ class ForwardInputs:
     has_cache: bool = False
 
     @property
-    def cu_seqlens(self) -> Tensor | None:
-        """Return the starts of packed sequences with padding; None: a padded batch."""
-        # Positions of input_ids count padding, so the padded cu_seqlens come first.
+    def bounds(self) -> Bounds:
+        """Return the starts of packed sequences: with padding, and without it; None each: a padded batch."""
         padded = getattr(self.packed_seq_params, "cu_seqlens_q_padded", None)
-        return self.unpadded_cu_seqlens if padded is None else padded
-
-    @property
-    def unpadded_cu_seqlens(self) -> Tensor | None:
-        """Return the starts of packed sequences, without padding where both are given."""
-        return getattr(self.packed_seq_params, "cu_seqlens_q", None)
+        unpadded = getattr(self.packed_seq_params, "cu_seqlens_q", None)
+        # Positions of input_ids count padding, so the padded ones come first.
+        return unpadded if padded is None else padded, unpadded
 
 
 @lru_cache(maxsize=32)  # every micro-batch reads the same signatures
@@ -304,6 +304,8 @@ class _Kind(NamedTuple):
         was_packed, is_packed: the tokens, and the hidden states, are packed sequences.
         is_alike: they are laid out alike; context-parallel ranks have a part of the tokens each.
         columns: names of the inputs with a value for each token.
+        bounds: of the hidden states.
+        outer_bounds: of the tokens, where those of the model around are different ones; None: they are not.
     """
 
     ids_shape: tuple[int, int]
@@ -312,19 +314,23 @@ class _Kind(NamedTuple):
     is_packed: bool
     is_alike: bool
     columns: tuple[str, ...]
+    bounds: Bounds
+    outer_bounds: Bounds | None
 
     @classmethod
     def of(cls, module: nn.Module, inputs: ForwardInputs, source: ForwardInputs) -> _Kind:
         assert source.input_ids is not None, "checked"
         ids_shape = int(source.input_ids.shape[0]), int(source.input_ids.shape[1])
         shape = hidden_shape(module, inputs.hidden) or ids_shape
-        cu_seqlens, is_packed = inputs.cu_seqlens if source.cu_seqlens is None else source.cu_seqlens, False
+        bounds = inputs.bounds
+        outer_bounds = bounds if source is inputs else source.bounds
+        cu_seqlens = bounds[0] if outer_bounds[0] is None else outer_bounds[0]
         was_packed = cu_seqlens is not None and (ids_shape[0] == 1 or shape == ids_shape)
         if cu_seqlens is not None and ids_shape[0] == 1 and cu_seqlens.numel() == 2:
             # One sequence alone may be a row with padding, which packing removes.
             is_kept = has_own_forward(module, inputs) and source.attention_mask is not None
             was_packed = shape == ids_shape and not is_kept
-        is_packed = inputs.cu_seqlens is not None
+        is_packed = bounds[0] is not None
         is_alike = shape == ids_shape and was_packed == is_packed
         columns = ["input_ids"]
         # A mask of another layout than the tokens is ignored.
@@ -335,7 +341,11 @@ class _Kind(NamedTuple):
         # Packed sequences have cu_seqlens, so position_ids cut rows of a padded batch alone.
         if source.position_ids is not None and is_alike and not is_packed:
             columns.append("position_ids")
-        return cls(ids_shape, shape, was_packed, is_packed, is_alike, tuple(columns))
+        has_outer_bounds = outer_bounds[0] is not None and outer_bounds[0] is not bounds[0]
+        return cls(
+            ids_shape, shape, was_packed, is_packed, is_alike, tuple(columns),
+            bounds, outer_bounds if has_outer_bounds else None,
+        )  # fmt: skip
 
 
 def has_own_forward(module: nn.Module, inputs: ForwardInputs | None = None) -> bool:
@@ -353,13 +363,8 @@ def _read_host(
     One wait for a GPU.
     """
     columns: list[Tensor] = [getattr(source, name) for name in kind.columns]
-    bounds = [
-        inputs.cu_seqlens,
-        None if inputs.unpadded_cu_seqlens is inputs.cu_seqlens else inputs.unpadded_cu_seqlens,
-    ]
-    has_outer_bounds = source.cu_seqlens is not None and source.cu_seqlens is not inputs.cu_seqlens
-    if has_outer_bounds:
-        bounds += [source.cu_seqlens, source.unpadded_cu_seqlens]
+    padded, unpadded = kind.bounds
+    bounds = [padded, None if unpadded is padded else unpadded, *(kind.outer_bounds or ())]
     ids = inputs.input_ids if inputs.outer is not None else None
     if ids is not None and tuple(ids.shape) != kind.shape:
         ids = None
@@ -370,7 +375,7 @@ def _read_host(
     arrays, host_bounds = arrays[: len(columns)], arrays[len(columns) :]
     if device is not None and device.type == "cpu":
         arrays = to_host(_gathered([torch.from_numpy(each) for each in arrays], group))
-    return arrays, host_bounds[:2], host_bounds[2:] if has_outer_bounds else None, ids
+    return arrays, host_bounds[:2], host_bounds[2:] or None, ids
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -101,9 +101,7 @@ def sources_of(router: Any) -> list[RoutingSource]:
     return list(_sources.get(router, ()))
 
 
-def routing_call(
-    router: Any, source: ExpertSource | None, shape: torch.Size
-) -> tuple[RoutingCall | None, bool]:
+def routing_call(router: Any, source: ExpertSource | None, shape: torch.Size) -> tuple[RoutingCall | None, bool]:
     """Return the state of a router's call, from the first line of this module's docstring that applies.
 
     Args:

@@ -108,6 +108,7 @@ class TraceRoutes(Microbatches):
 
     def check_rows(self, chunk: Chunk, inputs: RowInputs) -> None:
         """Check rows that were given by hand, and count those that are repeated."""
+        self._trace.check_unchanged()  # a trainer may compute on it in place between two micro-batches
         check_padding(inputs)
         check_range(inputs, self._trace.num_tokens)
         # Not of rows that tokens found: the tokens of a batch may well contain a sample twice.
@@ -121,7 +122,6 @@ class TraceRoutes(Microbatches):
 
     def make_microbatch(self, chunk: Chunk, inputs: RowInputs) -> Microbatch:
         """Return the micro-batch that replays these rows of the trace, as this rank's routers see them."""
-        self._trace.check_unchanged()  # a trainer may compute on it in place between two micro-batches
         rows = inputs.rows
         # Of the whole batch, not of this rank's part: a fault in it raises on every rank.
         check_range(inputs, self._trace.num_tokens)
