@@ -75,7 +75,7 @@ class TraceRoutes(Microbatches):
         for state in routers.states.values():
             if state.chunk is not None:
                 _check_model(trace, state)
-        check_trace_layers(trace.layer_numbers, routers.modules, walks=routers.walks)
+        check_trace_layers(trace.layer_numbers, routers.walks)
         # On the host, also of a trace on a GPU; its routes are gathered where they are.
         has_route, tokens = to_host([trace.replay_mask, trace.token_ids])
         self._has_route = None if has_route.all() else torch.from_numpy(has_route)
