@@ -248,10 +248,11 @@ class TokenReader:
         if "position_ids" in masks:
             raw = raw.cut(masks["position_ids"])
         raw, kept = self._with_lengths(raw, masks)
-        if (
-            not (is_alike or kind.was_packed or raw.lengths_known or self.padding_token_ids is not None)
-            and kind.is_packed
-        ):
+        rank = 0 if group is None else group.rank()
+        language_ids = None if language_ids is None else language_ids.ravel()
+        if is_alike:
+            return ForwardTokens(segments=raw, tokens=tokens, layout=raw, rank=rank, language_ids=language_ids)
+        if kind.is_packed and not (kind.was_packed or raw.lengths_known or self.padding_token_ids is not None):
             # cu_seqlens gives the lengths of packed sequences, so raw tokens after them are padding.
             size = (layout.stop - layout.begin)[: len(raw.begin)]
             if len(size) == len(raw.begin):
@@ -264,12 +265,12 @@ class TokenReader:
         return ForwardTokens(
             segments=raw,
             tokens=tokens,
-            layout=raw if is_alike else layout,
+            layout=layout,
             is_packed=(kind.was_packed, kind.is_packed),
-            rank=0 if group is None else group.rank(),
+            rank=rank,
             kept=kept,
-            align=None if is_alike or is_later else alignment(module.config, num, cp_size, sizes=sizes),
-            language_ids=None if language_ids is None else language_ids.ravel(),
+            align=None if is_later else alignment(module.config, num, cp_size, sizes=sizes),
+            language_ids=language_ids,
         )
 
     def _with_lengths(self, segments: Segments, masks: dict[str, Any]) -> tuple[Segments, Any]:

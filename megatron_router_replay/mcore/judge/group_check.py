@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -132,11 +132,11 @@ def _published(summary: RankSummary | None) -> Any:
     if summary is None:
         return None
     agreement = None if summary.agreement is None else published(summary.agreement)
-    return summary._replace(counts=astuple(summary.counts), agreement=agreement)  # type: ignore[arg-type]
+    return summary._replace(agreement=agreement)
 
 
 def _read(values: Any) -> RankSummary | None:
     if values is None:
         return None
     summary = RankSummary(*values)
-    return summary._replace(counts=ForwardCounts(*summary.counts))  # type: ignore[misc]
+    return summary._replace(counts=ForwardCounts(*summary.counts))

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 from zlib import crc32
 
@@ -257,7 +257,7 @@ class Microbatches(ABC):
         return replace(
             report,
             counted_at=first,
-            **asdict(ForwardCounts.total(chunk.counts for chunk in chunks)),
+            **ForwardCounts.total(chunk.counts for chunk in chunks)._asdict(),
             agreement=None if agreement is None else agreement.report(),
             wrong_rows=None
             if agreement is None or self.result is None

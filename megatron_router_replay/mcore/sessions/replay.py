@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -149,7 +148,7 @@ class TraceRoutes(Microbatches):
             microbatches=1, rows_replayed=num_replayed, rows_live=num_live, rows_padding=num_padding
         )
         if chunk.sequence_share[0]:  # sequence-parallel ranks get the same rows by hand: the first of them counts
-            counts = replace(counts, rows_repeated=0)
+            counts = counts._replace(rows_repeated=0)
         shape = rows.shape[0], rows.shape[1]
         return Microbatch(
             shape=chunk.router_shape(shape),
