@@ -233,7 +233,7 @@ def on_cpu() -> Iterator[None]:
         stack.enter_context(torch._dynamo.config.patch(disable=True))
         random = import_module("megatron.core.tensor_parallel.random")
         if hasattr(random, "_get_share_storage"):  # since 0.17
-            stack.enter_context(mock.patch.object(random, "_get_share_storage", lambda: _copy_storage))
+            stack.enter_context(mock.patch.object(random, "_get_share_storage", return_value=_copy_storage))
         yield
 
 
