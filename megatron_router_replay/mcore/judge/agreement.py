@@ -173,8 +173,9 @@ class Agreement:
             levels = scores >= last_of_each.t().unsqueeze(2)
         # A row has topk + 2 numbers: 3 * id + level of each replayed expert (2: live, 1: near, 0: neither), and the two that
         # the live router ranks first, or -1 if the row is not replayed.
-        packed = torch.empty(len(scores), self.topk + 2, dtype=torch.int16, device=scores.device)
-        level = levels.gather(2, replayed.expand(2, -1, -1)).sum(0, dtype=torch.int16)
+        dtype = torch.int16 if 3 * self.num_experts <= 1 << 15 else torch.int32
+        packed = torch.empty(len(scores), self.topk + 2, dtype=dtype, device=scores.device)
+        level = levels.gather(2, replayed.expand(2, -1, -1)).sum(0, dtype=dtype)
         torch.add(level, replayed, alpha=3, out=packed[:, : self.topk])
         first = ranked[:, :2]
         if counts is not None:

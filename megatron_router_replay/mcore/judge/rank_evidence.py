@@ -46,8 +46,8 @@ class ComparedLayer(NamedTuple):
         microbatch: (chunk, number of the micro-batch).
         shape: (positions, sequences) of the rows, which are s-major.
         rows: [n] int64, rows of the trace; None: unknown.
-        packed: [n, topk + 2] int16: 3 * expert + 2 if the live router chooses the expert, + 1 if it is inside, + 0 else; then
-            the two experts that the live router ranks first, -1 in a row that is not replayed.
+        packed: [n, topk + 2] integers: 3 * expert + 2 if the live router chooses the expert, + 1 if it is inside, + 0 else;
+            then the two experts that the live router ranks first, -1 in a row that is not replayed.
         loads: [2, num_experts] int32, in how many rows an expert is live, and inside.
     """
 
