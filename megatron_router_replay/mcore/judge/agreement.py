@@ -22,7 +22,7 @@ from megatron_router_replay.mcore.batches.microbatch import Microbatch
 from megatron_router_replay.mcore.core.call import TopKRequest
 from megatron_router_replay.mcore.core.streams import current_stream, wait_stream
 from megatron_router_replay.mcore.judge.blocks import EVIDENCE
-from megatron_router_replay.mcore.judge.rank_evidence import Anomaly, ComparedLayer, RankEvidence
+from megatron_router_replay.mcore.judge.rank_evidence import Anomaly, ComparedLayer, RankAgreement, RankEvidence
 from megatron_router_replay.mcore.judge.sums import Sums, agreement_by_layer
 from megatron_router_replay.mcore.judge.verdict import WARN
 from megatron_router_replay.trace import RoutingTrace
@@ -126,7 +126,7 @@ class Agreement:
         self._row_sharing = (0, 1, 0)
         self._compared: list[ComparedLayer] = []
         self._num_on_host = 0
-        self._summary: dict[str, Any] | None = None
+        self._summary: RankAgreement | None = None
 
     def next_layer(self, chunk: Chunk, *, has_replayed_rows: bool) -> int | None:
         """Return the position of the layer that a chunk's next micro-batch compares, or ALL; None: none is compared."""
@@ -207,7 +207,7 @@ class Agreement:
         self._num_on_host = len(self._compared)
 
     # ---- the end
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> RankAgreement:
         """Return what this rank publishes at the end of the session; waits for the device once."""
         if self._summary is None:
             replica, sharing, owner = self._row_sharing
@@ -218,17 +218,17 @@ class Agreement:
                 rank=self.rank,
                 trace=self.trace,
             )
-            self._summary = {
-                "replica": replica,
-                "layers": evidence.sums,
-                "anomalies": sorted(evidence.anomalies, reverse=True)[:4],
+            self._summary = RankAgreement(
+                replica=replica,
+                layers=evidence.sums,
+                anomalies=sorted(evidence.anomalies, reverse=True)[:4],
                 # A block may lie on several ranks.
-                "shared_blocks": evidence.shared_blocks(owner) if sharing > 1 else [],
-                "rows_apart": evidence.rows_apart,
-                "trace": self._trace_name(),
-                "wrong_rows": evidence.wrong_rows,
-                "layout": sorted(self.layout),
-            }
+                shared_blocks=evidence.shared_blocks(owner) if sharing > 1 else [],
+                rows_apart=evidence.rows_apart,
+                trace=self._trace_name(),
+                wrong_rows=evidence.wrong_rows,
+                layout=sorted(self.layout),
+            )
         return self._summary
 
     def _trace_name(self) -> str:
@@ -261,11 +261,10 @@ class Agreement:
     def report(self) -> LiveAgreement:
         """Return the comparison so far; waits for the device."""
         summary = self.summary()
-        block = max(summary["anomalies"], default=Anomaly())
         return LiveAgreement(
-            layers=summary["layers"],
+            layers=summary.layers,
             num_layers=self.num_layers,
-            block=Anomaly(*block),
-            rows_apart=summary["rows_apart"],
-            layout=summary["layout"],
+            block=max(summary.anomalies, default=Anomaly()),
+            rows_apart=summary.rows_apart,
+            layout=summary.layout,
         )

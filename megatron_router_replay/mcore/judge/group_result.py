@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megatron_router_replay.mcore.batches.forward_counts import ForwardCounts
+from megatron_router_replay.mcore.judge.rank_evidence import RankAgreement
 from megatron_router_replay.mcore.judge.report import share_of
 from megatron_router_replay.mcore.judge.verdict import group_verdict
 
@@ -21,7 +22,7 @@ class RankSummary(NamedTuple):
         counts: of the forwards of all chunks.
         options: of a replay, the same on all ranks: min_replayed, min_agreement, wrong_routes; None: a recording.
         num_rows: the highest row that was given to a recording, plus 1.
-        agreement: see `agreement.Agreement.summary`; its `published` part goes to the other ranks.
+        agreement: of a replay that compares; its `published` part goes to the other ranks.
         stage: (lowest of the ranks that differ in their pipeline stage alone, this rank's stage, [number of micro-batches,
             digest of their rows] of each chunk); None: there is one stage, or no chunk.
     """
@@ -31,7 +32,7 @@ class RankSummary(NamedTuple):
     counts: ForwardCounts = ForwardCounts()
     options: Any = None
     num_rows: int = 0
-    agreement: Any = None
+    agreement: RankAgreement | None = None
     stage: Any = None
 
 
