@@ -85,9 +85,9 @@ class Microbatches(ABC):
     def _experts(self, call: RoutingCall, request: TopKRequest) -> Tensor | None:
         """Return the experts of a call, see `ExpertSource`; None: the router chooses."""
 
-    @abstractmethod
     def summary(self) -> dict[str, Any]:
-        """Return fields of this rank's `RankSummary`."""
+        """Return fields of this rank's `RankSummary`, of a replay alone."""
+        return {}
 
     def keep(self, chunk: Chunk, microbatch: Microbatch) -> None:  # noqa: B027  # a trace is kept already
         """Keep a micro-batch, after its forward returned."""
