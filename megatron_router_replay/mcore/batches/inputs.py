@@ -322,8 +322,7 @@ class _Kind(NamedTuple):
         was_packed = cu_seqlens is not None and (ids_shape[0] == 1 or shape == ids_shape)
         if cu_seqlens is not None and ids_shape[0] == 1 and cu_seqlens.numel() == 2:
             # One sequence alone may be a row with padding, which packing removes.
-            has_mask = source.attention_mask is not None or source.padding_mask is not None
-            is_kept = has_own_forward(module, inputs) and has_mask
+            is_kept = has_own_forward(module, inputs) and source.attention_mask is not None
             was_packed = shape == ids_shape and not is_kept
         is_packed = inputs.cu_seqlens is not None
         is_alike = shape == ids_shape and was_packed == is_packed

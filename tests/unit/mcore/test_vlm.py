@@ -349,27 +349,6 @@ def test_sequences_are_filled_to_the_next_multiple_and_the_last_one_to_that_of_t
     assert Alignment((2, 16), 256).explains(np.array(number), np.array(size)) == explained
 
 
-class MasksPadding(PacksItself):
-    """It packs by its padding_mask, True: padding."""
-
-    def forward(self, input_ids: Tensor, padding_mask: Any = None, packed_seq_params: Any = None) -> Tensor:  # type: ignore[override]
-        hidden, _ = TinyVLM.arrange(self, self.embedding[input_ids], input_ids, ~padding_mask, packed_seq_params)  # type: ignore[arg-type]
-        output: Tensor = self.decoder(
-            hidden_states=torch.cat([hidden, hidden.new_zeros(1, 2, hidden.shape[2])], 1).transpose(0, 1)
-        )
-        return output
-
-
-def test_a_row_that_is_packed_by_its_padding_mask_and_filled_up_again_is_not_taken_as_it_came() -> None:
-    model = MasksPadding()
-    row, padding_mask = ids([0, 0, *A]), keep([1, 1, 0, 0, 0, 0, 0], dtype=torch.bool)
-    with (
-        pytest.raises(RouterReplayError, match=r"MRR201: .*padded on the left are packed inside"),
-        mrr.replay(model, alike([A]), **DRAWN, padding_token_ids=[0]),
-    ):
-        model(row, padding_mask, packed(0, 7))
-
-
 # ---- forwards, one after another, in one another, and those of other models
 def test_a_forward_that_cannot_begin_does_not_end_the_incomplete_one_before_it() -> None:
     model = PacksItself()
