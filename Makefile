@@ -145,7 +145,7 @@ test-wheel: $(READY)
 	$(PYTHON) -m venv --without-pip build/wheel/venv
 	$(call install_torch,build/wheel/venv)
 	$(call install,build/wheel/venv) --constraint constraints.txt "$$(echo build/wheel/*.whl)[demo]"
-	WHEEL=build/wheel $(BIN)/python $(PYTEST) tests/functional/test_wheel.py
+	WHEEL=build/wheel INSTALL="$(INSTALL)" $(BIN)/python $(PYTEST) tests/functional/test_wheel.py
 
 # On demand: which changes of the code do the tests not notice? One run of KILLERS for each place in FILES.
 FILES ?= $(wildcard megatron_router_replay/layout/*.py megatron_router_replay/trace/*.py)

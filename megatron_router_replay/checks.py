@@ -16,12 +16,6 @@ from torch import Tensor
 
 from megatron_router_replay.errors import LayoutError, TraceError
 
-Check = Callable[..., None]
-"""(failed, message, detail=None): raises now if `failed` is a value on the host, else when the session ends.
-
-`detail` returns the whole message if the host may wait for it.
-"""
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -89,7 +89,7 @@ class Outcome:
 def outcome(ranks: Sequence[Agreement]) -> Outcome:
     summaries = [rank.summary() for rank in ranks]
     found = group_verdict(summaries, 0.25)
-    evidence = max((each[0] for of_rank in summaries for each in of_rank["anomalies"]), default=0.0)
+    evidence = max((each[0] for of_rank in summaries for each in of_rank.anomalies), default=0.0)
     least = min((value for rank in ranks for value in rank.report().by_layer.values()), default=1.0)
     says = "raises" if found.problems else "warns" if found.warnings else ""
     return Outcome(says, evidence, least, "".join(found.problems or found.warnings))

@@ -47,21 +47,10 @@ def empty_routes(
     return torch.from_numpy(np.empty(shape, np.uint8 if dtype == torch.uint8 else np.int16))
 
 
-def spread_experts(start: int, num_rows: int, *, topk: int, num_experts: int) -> Tensor:
-    """Return `topk` distinct expert ids for each of `num_rows` rows without a route, spread evenly over all experts.
-
-    Row i takes the ids (start + i) * topk .. + topk - 1, modulo num_experts: no expert gets more than
-    ceil(num_rows * topk / num_experts) of them.
-
-    Returns:
-        [num_rows, topk] of `index_dtype(num_experts)`.
-    """
-    ids = torch.arange(start * topk, (start + num_rows) * topk, dtype=torch.int64) % num_experts
-    return ids.view(num_rows, topk).to(index_dtype(num_experts))
-
-
 def fill_unrouted(indices: Tensor, replay_mask: Tensor, *, num_experts: int) -> None:
-    """Write the ids of `spread_experts` into the rows without a route, in every layer, in place.
+    """Write distinct ids, spread evenly over all experts, into the rows without a route, in every layer, in place.
+
+    Row i takes the ids i * topk .. i * topk + topk - 1, modulo num_experts.
 
     Args:
         indices: [num_tokens, num_layers, topk] of `index_dtype(num_experts)`.

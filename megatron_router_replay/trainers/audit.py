@@ -23,8 +23,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.transformer.moe.router_replay import RouterReplay
+from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import Tensor, nn
 
 from megatron_router_replay.errors import LayoutError, ReplayStateError
@@ -218,10 +218,11 @@ class _WatchedChunk:
             self._rows = None
             return
         config: Any = module.config
+        group = self._routers[0].router.tp_group  # not the job's: a model may have groups of its own
         self._rows = rows_for_router(
             rows,
-            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-            tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+            tp_rank=int(get_pg_rank(group)),
+            tp_size=int(get_pg_size(group)),
             sequence_parallel=bool(config.sequence_parallel),
         )
 

@@ -9,7 +9,6 @@ samples that it trains. That pass and the training step replay; the pass of the 
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import runpy
@@ -27,7 +26,7 @@ from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trace.ids import index_dtype
 from megatron_router_replay.trainers import replayer
 from megatron_router_replay.trainers.request_routes import Piece, RequestRoutes, Ticket
-from megatron_router_replay.trainers.seams import Seam, hook, when_imported
+from megatron_router_replay.trainers.seams import Seam, bind, hook, when_imported
 
 _LOG = logging.getLogger(__name__)
 
@@ -100,14 +99,9 @@ def _routed_layers(model: Any) -> dict[int, Any]:
     return {each.layer_number: each.router for each in found if not each.is_mtp and not is_hashed(each.router)}
 
 
-def _arguments(original: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of a call by name."""
-    return dict(inspect.signature(original).bind(*args, **kwargs).arguments)
-
-
 # ---- the engine
 def _generate(original: Any, *args: Any, **kwargs: Any) -> Any:
-    model = _arguments(original, args, kwargs)["model"]
+    model = bind(original, *args, **kwargs).arguments["model"]
     if _is_on(model):
         from megatron.core.transformer.moe.router_replay import RouterReplay
 
@@ -152,7 +146,7 @@ def _record(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Let the record of a finished request carry its ticket. Called on one rank of each engine."""
     from_request = original.__get__(None, sys.modules[RECORD.module].FinishedRequestRecord)  # a classmethod
     record = from_request(*args, **kwargs)
-    record.mrr_ticket = _store.ticket(_arguments(from_request, args, kwargs)["request"].request_id)
+    record.mrr_ticket = _store.ticket(bind(from_request, *args, **kwargs).arguments["request"].request_id)
     return record
 
 
@@ -294,7 +288,7 @@ def _num_kept_collections() -> int:
 
 # ---- all ranks that train
 def _prepare(original: Any, *args: Any, **kwargs: Any) -> Any:
-    given = _arguments(original, args, kwargs)
+    given = bind(original, *args, **kwargs).arguments
     if not _is_on(given["model"]):
         return original(*args, **kwargs)
     from megatron.core.transformer.moe.router_replay import RouterReplay
@@ -311,7 +305,7 @@ def _prepare(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _note_rows(original: Any, *args: Any, **kwargs: Any) -> Any:
-    rows, *_ = _arguments(original, args, kwargs).values()
+    rows, *_ = bind(original, *args, **kwargs).arguments.values()
     for collection in _collections:
         collection.rows = list(rows)
     return original(*args, **kwargs)
@@ -322,9 +316,9 @@ def _log_probs(original: Any, *args: Any, **kwargs: Any) -> Any:
     if collection is None or collection.has_entered:  # the second pass is the reference model's
         return original(*args, **kwargs)
     collection.has_entered = True
-    given, replay = _arguments(original, args, kwargs), replayer.active()
+    given, replay = bind(original, *args, **kwargs).arguments, replayer.active()
     # Megatron-RL sets the token of padding while it prepares rows.
-    replay.options = {"padding_token_ids": [collection.tokenizer.pad], **replay.options}
+    replay.padding_token_ids = [collection.tokenizer.pad]
     replay.enter_trace(lambda: collection.trace(given["packing_context"]), are_trained=True)
     _LOG.info("%d bytes of routes came from other ranks", _store.bytes_received)
     with replay.in_session(given["model"]):  # for all micro-batches together: one may be all padding
@@ -332,7 +326,7 @@ def _log_probs(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _step(original: Any, *args: Any, **kwargs: Any) -> Any:
-    if not _is_on(_arguments(original, args, kwargs)["model"]):
+    if not _is_on(bind(original, *args, **kwargs).arguments["model"]):
         return original(*args, **kwargs)
     replay = replayer.active()
     with replay.in_pass("replay"):

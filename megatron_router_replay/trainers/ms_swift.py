@@ -49,9 +49,6 @@ ACTIONS = "megatron.core.transformer.moe.router_replay"
 SET_ACTION = Seam(ACTIONS, "RouterReplay.set_global_router_replay_action")
 CLEAR_ACTION = Seam(ACTIONS, "RouterReplay.clear_global_router_replay_action")
 
-_options: dict[str, Any] = {}
-"""Of `mrr.replay`, as the newest `install` got them."""
-
 _is_forward = [False]
 """Whether ms-swift set REPLAY_FORWARD. Kept here, because a pipeline stage of dense layers has no router to read it from."""
 
@@ -69,8 +66,6 @@ def install(**options: Any) -> None:
     Args:
         options: of `mrr.replay`.
     """
-    _options.clear()
-    _options.update(options)
     _audited.clear()
     _is_forward[0] = _is_trained[0] = False
     # Not before ms-swift itself is imported: the actions are Megatron-Core's, which any program may set.
@@ -161,7 +156,7 @@ def _enter(
         return tokens, routes
 
     replay.enter(chunks, samples, are_trained=are_trained)
-    replay.options = {"padding_token_ids": sorted(padding), **_options}
+    replay.padding_token_ids = sorted(padding)
 
 
 def _samples(batch: Mapping[str, Any], padding: set[int]) -> list[tuple[Tensor, Tensor]]:

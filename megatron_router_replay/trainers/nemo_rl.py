@@ -39,9 +39,6 @@ SEAMS = (DRIVER, BATCH, PASS, STATISTICS)
 _newest: dict[str, Any] = {}
 """The newest batch that was cut into micro-batches; the next pass runs them."""
 
-_options: dict[str, Any] = {}
-"""Of `mrr.replay`, as the newest `install` got them."""
-
 
 _step: list[dict[str, float]] = []
 """Metrics of the training passes of the step that runs now; a SingleController's step has several."""
@@ -53,8 +50,6 @@ def install(**options: Any) -> None:
     Args:
         options: of `mrr.replay`.
     """
-    _options.clear()
-    _options.update(options)
     hook(DRIVER, _add_masks)
     when_imported(PASS.module, lambda module: replayer.install("NeMo-RL", None, options))
     hook(BATCH, _keep_batch)
@@ -108,7 +103,7 @@ def _run_pass(original: Any, *args: Any, **kwargs: Any) -> Any:
     if not given["use_router_replay"]:
         return original(*args, **kwargs)
     replay.enter(given["model"], lambda: _samples(_newest["batch"]))
-    replay.options = {"padding_token_ids": _padding_tokens(_newest["batch"]), **_options}
+    replay.padding_token_ids = _padding_tokens(_newest["batch"])
     given["use_router_replay"] = replay.audits  # without the flag, NeMo-RL sets no targets of its own
     with replay.in_pass("replay"):
         results = original(*call.args, **call.kwargs)

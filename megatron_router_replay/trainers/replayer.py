@@ -56,6 +56,7 @@ class TrainerReplay:
         options: of `mrr.replay`.
 
     Attributes:
+        padding_token_ids: of the newest samples, if the trainer's batches say them; `options` come first.
         audits: MRR_AUDIT is 1 or raise, so the trainer's own replay stays in charge.
         metrics: of the newest pass that replayed, over all ranks; see `SessionReport.metrics`. {}: no pass replayed these
             samples yet.
@@ -68,6 +69,7 @@ class TrainerReplay:
 
     def __init__(self, trainer: str, replays: Callable[[], bool] | None, options: Mapping[str, Any]) -> None:
         self.trainer, self.options = trainer, options
+        self.padding_token_ids: list[int] | None = None
         self.kind = ""
         self.replays = replays or (lambda: self.kind == "replay")
         audit = os.environ.get("MRR_AUDIT") or "0"  # a shell unsets a variable for one command by an empty one
@@ -191,6 +193,11 @@ class TrainerReplay:
         _LOG.warning("audit of %s's replay: %s", self.trainer, message)
 
     # ---- passes
+    @property
+    def _session_options(self) -> Mapping[str, Any]:
+        padding = {} if self.padding_token_ids is None else {"padding_token_ids": self.padding_token_ids}
+        return {**padding, **self.options}
+
     def run(self, schedule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run one of Megatron-Core's schedules, in a session if the pass replays."""
         from megatron_router_replay.mcore.model.find import as_chunks
@@ -213,7 +220,7 @@ class TrainerReplay:
     def _replay(self, chunks: Sequence[nn.Module]) -> Iterator[None]:
         if self._trace is None:
             raise ReplayStateError(f"MRR809: a pass of {self.trainer} replays, and no samples came in with routes.")
-        with mrr.replay(chunks, self._trace, **self.options) as session:
+        with mrr.replay(chunks, self._trace, **self._session_options) as session:
             yield
         report = session.report.reduce()
         self.metrics = report.metrics()
@@ -231,9 +238,8 @@ class TrainerReplay:
             return
         from megatron_router_replay.trainers.audit import audit
 
-        layout = {
-            name: self.options[name] for name in ("padding_token_ids", "cp_partition_mode") if name in self.options
-        }
+        options = self._session_options
+        layout = {name: options[name] for name in ("padding_token_ids", "cp_partition_mode") if name in options}
         with audit(chunks, self._trace, **layout) as findings:
             yield
         self.findings.append(findings)

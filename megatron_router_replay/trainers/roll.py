@@ -32,9 +32,6 @@ INNER = Seam(
 )
 SEAMS = (COLLATE, SCHEDULE, FORWARD, TRAINING, INNER)
 
-_options: dict[str, Any] = {}
-"""Of `mrr.replay`, as the newest `install` got them."""
-
 
 def runtime_env(runtime_env: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return a Ray job's environment in which each worker process calls `install`; Ray calls this from `ray.init`.
@@ -57,8 +54,6 @@ def install(**options: Any) -> None:
     Args:
         options: of `mrr.replay`.
     """
-    _options.clear()
-    _options.update(options)
     hook(COLLATE, _collate)
     when_imported(STRATEGY, lambda module: replayer.install("ROLL", None, options))
     hook(FORWARD, _run_forward)
@@ -103,7 +98,7 @@ def _run_pass(call: inspect.BoundArguments, original: Any) -> Any:
         return original(*call.args, **call.kwargs)
     replay = replayer.active()
     replay.enter(self.model.get_models(), lambda: _samples(fields))
-    replay.options = {"padding_token_ids": _padding_tokens(fields), **_options}
+    replay.padding_token_ids = _padding_tokens(fields)
     with replay.in_pass("replay"), _own_replay(self, is_on=replay.audits):
         return original(*call.args, **call.kwargs)
 

@@ -7,12 +7,11 @@ from collections.abc import Iterable, Mapping
 from itertools import accumulate, chain
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from megatron_router_replay.trace import RoutingTrace
 from megatron_router_replay.trace.header import TraceFormat
-from megatron_router_replay.trace.ids import check_topk_indices, spread_experts
+from megatron_router_replay.trace.ids import check_topk_indices, fill_unrouted
 from megatron_router_replay.trace.runs import neighbour_runs
 from megatron_router_replay.transport.plan import Runs, TransportError
 
@@ -97,8 +96,7 @@ def check_rows(memory: Memory, format: TraceFormat) -> None:
     """
     indices, mask = memory["topk_indices"], memory["replay_mask"]
     check_topk_indices(indices, num_experts=format.num_experts, layer_numbers=format.layer_numbers, replay_mask=mask)
-    filler = spread_experts(0, len(indices), topk=format.topk, num_experts=format.num_experts).to(indices.device)
-    indices.copy_(torch.where(mask[:, None, None], indices, filler[:, None]))
+    fill_unrouted(indices, mask, num_experts=format.num_experts)
 
 
 def trace_of_memory(

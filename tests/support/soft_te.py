@@ -231,7 +231,16 @@ def on_cpu() -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch.Tensor, "is_cuda", property(lambda self: True)))
         # What Megatron-Core compiles would be compiled for that device.
         stack.enter_context(torch._dynamo.config.patch(disable=True))
+        random = import_module("megatron.core.tensor_parallel.random")
+        if hasattr(random, "_get_share_storage"):  # since 0.17
+            stack.enter_context(mock.patch.object(random, "_get_share_storage", return_value=_copy_storage))
         yield
+
+
+def _copy_storage(target: Tensor, source: Tensor) -> None:
+    """Stand for a C++ function of Megatron-Core, which takes 20 s to compile: it shares a storage where this copies it."""
+    storage = source.untyped_storage()
+    target.untyped_storage().resize_(storage.nbytes()).copy_(storage)
 
 
 @contextmanager

@@ -169,12 +169,13 @@ class ModelForwards:
 
     def _enter_decoder(self, hidden: Any) -> None:
         """Begin a forward of a model that may pack its tokens itself: only its decoder shows how."""
-        inputs, self._awaits_decoder = self._awaits_decoder, None
+        inputs = self._awaits_decoder
         if inputs is None:
             return
         if inputs.input_ids is None or hidden_shape(self._module, hidden) != tuple(inputs.input_ids.shape):
             inputs = replace(inputs, hidden=hidden)
         self._begin(inputs)
+        self._awaits_decoder = None  # not before: a forward that could not begin does not end, either
 
     def _leave(self, failed: bool) -> None:
         if self._awaits_decoder is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import lcm
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -25,6 +25,32 @@ INSERTS = (
 """The end of a message about tokens and hidden states that differ in number."""
 
 
+class Alignment(NamedTuple):
+    """How packing, or a model that pads its rows, fills each sequence of hidden states behind its tokens.
+
+    Args:
+        multiples: all sequences are filled to the next multiple of one of these, and not further.
+        of_row: the last sequence, or the rest behind it, may be filled further, up to a multiple of it for the whole row.
+    """
+
+    multiples: tuple[int, ...]
+    of_row: int
+
+    def explains(self, number: Any, size: Any) -> bool:
+        """Return whether sequences of `size` hidden states, [S], have those of `number` tokens and what is filled in."""
+        for multiple in (1, *self.multiples):
+            filled = -(-number // multiple) * multiple
+            if (size == filled).all():
+                return True
+            more = int(size[-1] - filled[-1])
+            if (size[:-1] == filled[:-1]).all() and 0 < more < self.of_row and not size.sum() % self.of_row:
+                return True
+        return False
+
+
+EXACT = Alignment((), 1)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardTokens:
     """The tokens that a forward got, and the layout of its hidden states.
@@ -37,8 +63,8 @@ class ForwardTokens:
         rank: of the context-parallel ranks that share the hidden states.
         kept: (first, one past the last, number) of the positions of each segment that an attention mask keeps, from its
             begin, [S] each; None: there is no mask.
-        align: each sequence of hidden states may be filled up to a multiple of it, [S]; None: any number of positions of a
-            sequence may be cut off or added, as a trainer does that gives a later stage its own tokens.
+        alignment: of the sequences of hidden states; None: any number of positions of a sequence may be cut off or added, as
+            a trainer does that gives a later stage its own tokens.
         language_ids: [n] int64, the ids that the language model got together with embeddings on this rank; None: none.
     """
 
@@ -48,7 +74,7 @@ class ForwardTokens:
     is_packed: tuple[bool, bool] = (False, False)
     rank: int = 0
     kept: tuple[Any, Any, Any] | None = None
-    align: Any = None
+    alignment: Alignment | None = None
     language_ids: Any = None
 
     def token_positions(self, start: Any, stop: Any, where: str) -> Any:
@@ -103,13 +129,13 @@ class ForwardTokens:
         """
         none = np.zeros_like(length)
         packs = self.is_packed == (False, True)  # rows become packed sequences
-        if self.align is None:
+        if self.alignment is None:
             # Where padding on the left is removed, tokens move to the front; rows of the same length stay as they are.
             return start if packs or self.segments.total != self.layout.total else none
         if not packs:
-            self._check_numbers(length, (self.layout.end - self.layout.begin)[: len(length)], self.align, where)
+            self._check_numbers(length, (self.layout.end - self.layout.begin)[: len(length)], self.alignment, where)
             return none
-        align = 1 if self.layout.lengths_known else self.align
+        alignment = EXACT if self.layout.lengths_known else self.alignment
         if self.kept is None:
             if (start[stop > start] > 0).any():
                 raise LayoutError(
@@ -117,7 +143,7 @@ class ForwardTokens:
                     "attention_mask [b, s], 0 on padding."
                 )
             # Without a mask, a model may also keep all positions.
-            self._check_numbers(stop if (size < length).any() else length, size, align, where)
+            self._check_numbers(stop if (size < length).any() else length, size, alignment, where)
             return none
         first, past, number = self.kept
         if (number != past - first).any():
@@ -125,23 +151,23 @@ class ForwardTokens:
                 f"MRR207: {where}: attention_mask is 0 between tokens of a sequence. Packing leaves these out, so the tokens "
                 "after them would have other prefixes than in the rollout. Mask padding alone."
             )
-        self._check_numbers(number, size, align, where)
+        self._check_numbers(number, size, alignment, where)
         return first
 
-    def _check_numbers(self, number: Any, size: Any, align: Any, where: str) -> None:
+    def _check_numbers(self, number: Any, size: Any, alignment: Alignment, where: str) -> None:
         """Raise unless each sequence has a hidden state for each of its tokens, and no more than alignment adds.
 
-        The rest of a row, after its packed sequences, is one more of them.
+        The rest of a row, after its packed sequences, may grow up to a multiple.
         """
-        rest = [
+        rest, rest_size = (
             int(each.end[-1] - each.begin[-1]) if packed else 0
             for each, packed in zip((self.segments, self.layout), self.is_packed)
-        ]
-        if any(rest):
-            number, size = np.append(number, rest[0]), np.append(size, rest[1])
-            align = np.append(np.broadcast_to(align, len(number) - 1), self.align[-1:].max(initial=1))
-        grown = size - number
-        if (grown < 0).any() or (grown >= align).any():
+        )
+        assert self.alignment is not None, "numbers are checked against it"
+        most = max(1, self.alignment.of_row, *self.alignment.multiples)
+        if not alignment.explains(number, size) or not 0 <= rest_size - rest < most:
+            if rest or rest_size:
+                number, size = np.append(number, rest), np.append(size, rest_size)
             raise LayoutError(
                 f"MRR201: {where}: input_ids have sequences of {shown(number.tolist())} tokens, and {shown(size.tolist())} "
                 f"hidden states are computed: {INSERTS}"
@@ -166,21 +192,17 @@ class ForwardTokens:
         return self.layout.of_rank(values, self.rank)
 
 
-def alignment(config: Any, num_sequences: int, cp_size: int, *, sizes: Any = None) -> Any:
-    """Return the multiple up to which packing fills each sequence, [S].
+def alignment_of(config: Any, cp_size: int, *, sizes: Any = None) -> Alignment:
+    """Return the Alignment of a model's sequences.
 
     Args:
-        sizes: of the sequences that the caller of a model which packs its own rows asks for: all of them may be multiples
+        sizes: [S] of the sequences that the caller of a model which packs its own rows asks for: all of them may be multiples
             of 16 under any layout.
 
     Source: mbridge, mbridge/core/util.py, preprocess_packed_seqs; verl, verl/models/mcore/util.py, which fills sequences to
     multiples of 16 for FP8, and the whole row to one of 128; ROLL 8eb27cc2, megatron_strategy.py, _get_pad_factor: always 16.
     """
     multiple = int(config.tensor_model_parallel_size) * (2 * cp_size if cp_size > 1 else 1)
-    if sizes is not None and not (sizes % lcm(16, multiple)).any():
-        multiple = lcm(16, multiple)
     is_fp8 = bool(getattr(config, "fp8", None))
-    align = np.full(num_sequences, lcm(16, multiple) if is_fp8 else multiple)
-    if is_fp8 and num_sequences:
-        align[-1] = 128 * multiple
-    return align
+    of_16 = is_fp8 or (sizes is not None and not (sizes % lcm(16, multiple)).any())
+    return Alignment((multiple, lcm(16, multiple)) if of_16 else (multiple,), 128 * multiple if is_fp8 else 1)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron_router_replay.checks import as_integers
 from megatron_router_replay.errors import LayoutError, ReplayStateError
-from megatron_router_replay.mcore.batches.hidden_states import INSERTS, ForwardTokens, alignment
+from megatron_router_replay.mcore.batches.hidden_states import INSERTS, ForwardTokens, alignment_of
 from megatron_router_replay.mcore.batches.segments import CpPartition, Segments
 from megatron_router_replay.mcore.core.streams import collective_device, to_host
 
@@ -259,9 +259,9 @@ class TokenReader:
                 raw = replace(raw, stop=np.minimum(raw.stop, raw.begin + size))
         cp_size = 1 if group is None else group.size()
         is_later = inputs.outer is None and not getattr(module, "pre_process", True)
-        num, sizes = len(raw.begin) - kind.was_packed, None
+        sizes = None
         if inputs.outer is None and kind.is_packed and not kind.was_packed:  # it packs its own rows, as its caller asks
-            sizes = (layout.stop - layout.begin)[:num]
+            sizes = (layout.stop - layout.begin)[: len(raw.begin)]
         return ForwardTokens(
             segments=raw,
             tokens=tokens,
@@ -269,7 +269,7 @@ class TokenReader:
             is_packed=(kind.was_packed, kind.is_packed),
             rank=rank,
             kept=kept,
-            align=None if is_later else alignment(module.config, num, cp_size, sizes=sizes),
+            alignment=None if is_later else alignment_of(module.config, cp_size, sizes=sizes),
             language_ids=language_ids,
         )
 

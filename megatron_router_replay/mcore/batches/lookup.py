@@ -22,6 +22,7 @@ from megatron_router_replay.errors import LayoutError, listed
 from megatron_router_replay.mcore.batches import misfit
 from megatron_router_replay.mcore.batches.equal_samples import unlike
 from megatron_router_replay.mcore.batches.forward_counts import ForwardCounts
+from megatron_router_replay.mcore.batches.hidden_states import ForwardTokens
 from megatron_router_replay.mcore.batches.inputs import (
     ForwardInputs,
     TokenReader,
@@ -110,7 +111,7 @@ class RowLookup:
         """
         read = self._reader.read(module, inputs, where)
         segments, tokens = read.segments, read.tokens
-        readings = self._read(segments, tokens, where)
+        readings = self._read(read, where)
         start, count, row, live = _columns(readings)
         first = segments.start + start
         rows, padding = segments.rows(first, count, row, live)
@@ -127,12 +128,13 @@ class RowLookup:
             counts=ForwardCounts(segments_ambiguous=sum(each.is_ambiguous for each in readings)),
         )
 
-    def _read(self, segments: Segments, tokens: Any, where: str) -> list[Reading]:
+    def _read(self, read: ForwardTokens, where: str) -> list[Reading]:
         """Return the Reading of each segment.
 
         Raises:
             LayoutError: a segment has none, or several.
         """
+        segments, tokens = read.segments, read.tokens
         samples, keys = samples_of(self._trace), keys_of(tokens)
         limits = _limits(segments, tokens, self._padding)
         runs = samples.leading_runs(self._padding) if segments.searches_left and self._padding else set()
@@ -143,6 +145,8 @@ class RowLookup:
             found: Reading | Misfit | None = None
             if low >= high:
                 found = PADDING_ALONE
+                if segments.lengths_known:
+                    found = self._masked_sample(samples, read, number, keys, where) or found
             elif (low == start or not runs) and stop == end:
                 found = samples.read_plain(low - start, keys[4 * low : 4 * stop], high - low, max(0, doubt - low))
             if found is None:
@@ -203,6 +207,27 @@ class RowLookup:
             if number_known > best.known:
                 return misfit.masked_tokens(names, best, number_known - best.known)
         return best
+
+    def _masked_sample(
+        self, samples: SortedSamples, read: ForwardTokens, number: int, keys: bytes, where: str
+    ) -> Misfit | None:
+        """Return the Misfit of a sequence without tokens, if an attention mask hides a sample there.
+
+        If padding_mask alone hides it, as in the copies with which SkyRL fills a batch, there is a warning.
+        """
+        segments = read.segments
+        begin, start, end = (int(each[number]) for each in (segments.begin, segments.start, segments.end))
+        others = np.flatnonzero(np.diff(read.tokens[begin:end])) + 1
+        for front in (0, *others[:1].tolist()):  # a sample may come after padding
+            reading = samples.read(front, keys[4 * (begin + front) : 4 * end], end - begin - front, end - begin - front)
+            if reading.known <= misfit.CHANCE and not (reading.is_whole and reading.known > 1):
+                continue
+            problem = misfit.masked_sample(Names(samples, self._trace.sample_ids), reading, begin + front - start)
+            if read.kept is not None and not read.kept[0][number] <= front < read.kept[1][number]:
+                return problem
+            place = f"{where}, {segments.place(begin + front)}, sequence {number}"
+            warn("a masked sample", problem.message(place), once=True)
+        return None
 
     def _unlike_rivals(self, names: Names, reading: Reading, key: bytes) -> Misfit | None:
         """Return a Misfit if samples that fit a sequence have different routes, None: they agree."""

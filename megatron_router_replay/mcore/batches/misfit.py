@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from megatron_router_replay.mcore.batches.samples import Reading, SortedSamples, keys_of
 
-_CHANCE = 8
+CHANCE = 8
 """Up to so many equal tokens, a sequence and the beginning of a sample may be equal by chance."""
 
 
@@ -105,7 +105,7 @@ def no_sample(
             f"MRR206: it has all {reading.known} tokens of {sample}, and from position {reading.known} on (token {token}) "
             f"more than one token that is no padding.{padding or ' If it is padding, give padding_mask.'}",
         )
-    if reading.known <= _CHANCE and (inside := _inside(samples, tokens[reading.start :], reading.known)):
+    if reading.known <= CHANCE and (inside := _inside(samples, tokens[reading.start :], reading.known)):
         return Misfit(reading.start, _cut_on_the_left(names, inside) + padding)
     return Misfit(
         at,
@@ -165,7 +165,7 @@ def _no_beginning(
 
 def _inside(samples: SortedSamples, tokens: Any, known: int) -> tuple[int, int] | None:
     """Return the (sample, position) of the tokens that a sequence begins with, more than `known`; None: there is none."""
-    size = min(len(tokens), 2 * _CHANCE)
+    size = min(len(tokens), 2 * CHANCE)
     while size > max(1, known):
         if found := samples.locate_inside(keys_of(tokens[:size])):
             return found
@@ -198,6 +198,16 @@ def masked_tokens(names: Names, reading: Reading, number: int) -> Misfit:
         f"MRR207: padding_mask, or unpadded cu_seqlens_q, end this sequence after {reading.known} tokens of "
         f"{names.of(reading.row)}, and the next {number} tokens are the sample's own. Is it a loss mask? padding_mask is "
         "True where padding is.",
+    )
+
+
+def masked_sample(names: Names, reading: Reading, at: int) -> Misfit:
+    """Return that a mask covers a whole sequence, whose tokens are a sample's; `at`: where it begins."""
+    return Misfit(
+        at,
+        f"MRR207: a mask calls all of this sequence padding, and its tokens are the first {reading.known} of "
+        f"{names.of(reading.row)}, which would be routed live. attention_mask and cu_seqlens_q must keep a sample's tokens, "
+        "and padding_mask is True where padding is; fill a batch up with rows of padding tokens.",
     )
 
 

@@ -22,7 +22,7 @@ from megatron_router_replay.mcore.batches.microbatch import Microbatch
 from megatron_router_replay.mcore.core.call import TopKRequest
 from megatron_router_replay.mcore.core.streams import current_stream, wait_stream
 from megatron_router_replay.mcore.judge.blocks import EVIDENCE
-from megatron_router_replay.mcore.judge.rank_evidence import Anomaly, ComparedLayer, RankEvidence
+from megatron_router_replay.mcore.judge.rank_evidence import Anomaly, ComparedLayer, RankAgreement, RankEvidence
 from megatron_router_replay.mcore.judge.sums import Sums, agreement_by_layer
 from megatron_router_replay.mcore.judge.verdict import WARN
 from megatron_router_replay.trace import RoutingTrace
@@ -126,7 +126,7 @@ class Agreement:
         self._row_sharing = (0, 1, 0)
         self._compared: list[ComparedLayer] = []
         self._num_on_host = 0
-        self._summary: dict[str, Any] | None = None
+        self._summary: RankAgreement | None = None
 
     def next_layer(self, chunk: Chunk, *, has_replayed_rows: bool) -> int | None:
         """Return the position of the layer that a chunk's next micro-batch compares, or ALL; None: none is compared."""
@@ -173,8 +173,9 @@ class Agreement:
             levels = scores >= last_of_each.t().unsqueeze(2)
         # A row has topk + 2 numbers: 3 * id + level of each replayed expert (2: live, 1: near, 0: neither), and the two that
         # the live router ranks first, or -1 if the row is not replayed.
-        packed = torch.empty(len(scores), self.topk + 2, dtype=torch.int16, device=scores.device)
-        level = levels.gather(2, replayed.expand(2, -1, -1)).sum(0, dtype=torch.int16)
+        dtype = torch.int16 if 3 * self.num_experts <= 1 << 15 else torch.int32
+        packed = torch.empty(len(scores), self.topk + 2, dtype=dtype, device=scores.device)
+        level = levels.gather(2, replayed.expand(2, -1, -1)).sum(0, dtype=dtype)
         torch.add(level, replayed, alpha=3, out=packed[:, : self.topk])
         first = ranked[:, :2]
         if counts is not None:
@@ -206,7 +207,7 @@ class Agreement:
         self._num_on_host = len(self._compared)
 
     # ---- the end
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> RankAgreement:
         """Return what this rank publishes at the end of the session; waits for the device once."""
         if self._summary is None:
             replica, sharing, owner = self._row_sharing
@@ -217,17 +218,17 @@ class Agreement:
                 rank=self.rank,
                 trace=self.trace,
             )
-            self._summary = {
-                "replica": replica,
-                "layers": evidence.sums,
-                "anomalies": sorted(evidence.anomalies, reverse=True)[:4],
+            self._summary = RankAgreement(
+                replica=replica,
+                layers=evidence.sums,
+                anomalies=sorted(evidence.anomalies, reverse=True)[:4],
                 # A block may lie on several ranks.
-                "shared_blocks": evidence.shared_blocks(owner) if sharing > 1 else [],
-                "rows_apart": evidence.rows_apart,
-                "trace": self._trace_name(),
-                "wrong_rows": evidence.wrong_rows,
-                "layout": sorted(self.layout),
-            }
+                shared_blocks=evidence.shared_blocks(owner) if sharing > 1 else [],
+                rows_apart=evidence.rows_apart,
+                trace=self._trace_name(),
+                wrong_rows=evidence.wrong_rows,
+                layout=sorted(self.layout),
+            )
         return self._summary
 
     def _trace_name(self) -> str:
@@ -260,11 +261,10 @@ class Agreement:
     def report(self) -> LiveAgreement:
         """Return the comparison so far; waits for the device."""
         summary = self.summary()
-        block = max(summary["anomalies"], default=Anomaly())
         return LiveAgreement(
-            layers=summary["layers"],
+            layers=summary.layers,
             num_layers=self.num_layers,
-            block=Anomaly(*block),
-            rows_apart=summary["rows_apart"],
-            layout=summary["layout"],
+            block=max(summary.anomalies, default=Anomaly()),
+            rows_apart=summary.rows_apart,
+            layout=summary.layout,
         )

@@ -57,7 +57,7 @@ class ComparedRows:
     """Compared rows of a layer, sequence after sequence.
 
     Args:
-        codes: [topk, n] int16, `3 * expert + level` of the replayed experts. Level 2: the live router chooses the expert;
+        codes: [topk, n] integers, `3 * expert + level` of the replayed experts. Level 2: the live router chooses the expert;
             1: the expert is inside; 0: it is outside.
         kinds: [n], equal for rows that are alike; -1: the row is not replayed and counts nowhere.
         ends: [num_microbatches], where the rows of each micro-batch end.

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 from megatron_router_replay.errors import ReplayStateError
 from megatron_router_replay.mcore.batches.forward_counts import ForwardCounts
 from megatron_router_replay.mcore.judge.group_result import GroupResult, RankSummary, group_result
-from megatron_router_replay.mcore.judge.verdict import published
+from megatron_router_replay.mcore.judge.rank_evidence import RankAgreement
 
 _LOG = logging.getLogger(__name__)
 
@@ -131,12 +131,12 @@ def _published(summary: RankSummary | None) -> Any:
     """Return a summary as JSON values, None if the rank failed; `_read` is the inverse."""
     if summary is None:
         return None
-    agreement = None if summary.agreement is None else published(summary.agreement)
-    return summary._replace(agreement=agreement)
+    return summary._replace(agreement=None if summary.agreement is None else summary.agreement.published())
 
 
 def _read(values: Any) -> RankSummary | None:
     if values is None:
         return None
     summary = RankSummary(*values)
-    return summary._replace(counts=ForwardCounts(*summary.counts))
+    agreement = None if summary.agreement is None else RankAgreement.of_json(summary.agreement)
+    return summary._replace(counts=ForwardCounts(*summary.counts), agreement=agreement)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megatron_router_replay.mcore.batches.forward_counts import ForwardCounts
+from megatron_router_replay.mcore.judge.rank_evidence import RankAgreement
 from megatron_router_replay.mcore.judge.report import share_of
 from megatron_router_replay.mcore.judge.verdict import group_verdict
 
@@ -20,8 +21,7 @@ class RankSummary(NamedTuple):
         chunks: model chunks with routers that take micro-batches.
         counts: of the forwards of all chunks.
         options: of a replay, the same on all ranks: min_replayed, min_agreement, wrong_routes; None: a recording.
-        num_rows: the highest row that was given to a recording, plus 1.
-        agreement: see `agreement.Agreement.summary`; its `published` part goes to the other ranks.
+        agreement: of a replay that compares; its `published` part goes to the other ranks.
         stage: (lowest of the ranks that differ in their pipeline stage alone, this rank's stage, [number of micro-batches,
             digest of their rows] of each chunk); None: there is one stage, or no chunk.
     """
@@ -30,8 +30,7 @@ class RankSummary(NamedTuple):
     chunks: int = 0
     counts: ForwardCounts = ForwardCounts()
     options: Any = None
-    num_rows: int = 0
-    agreement: Any = None
+    agreement: RankAgreement | None = None
     stage: Any = None
 
 
@@ -44,7 +43,6 @@ class GroupResult:
         warnings: cause -> text, of which none raises.
         at_fault: ranks that raise errors of their own.
         left: ranks that left their block by an exception, or could not open their session.
-        num_rows: of a recording, over all ranks.
         wrong_rows: see `verdict.Verdict`.
     """
 
@@ -52,7 +50,6 @@ class GroupResult:
     warnings: dict[str, str] = field(default_factory=dict)
     at_fault: list[int] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
-    num_rows: int = 0
     wrong_rows: dict[str, list[list[int]]] = field(default_factory=dict)
 
     def problems_of(self, rank: int, *, at_fault: bool) -> list[str]:
@@ -94,7 +91,6 @@ def group_result(summaries: Mapping[int, RankSummary | None]) -> GroupResult:
         problems=problems,
         warnings={} if problems else warnings,
         at_fault=[rank for rank, summary in everyone.items() if summary.at_fault],
-        num_rows=max(summary.num_rows for summary in everyone.values()),
         wrong_rows=wrong_rows,
     )
 

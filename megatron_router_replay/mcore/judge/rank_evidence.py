@@ -46,8 +46,8 @@ class ComparedLayer(NamedTuple):
         microbatch: (chunk, number of the micro-batch).
         shape: (positions, sequences) of the rows, which are s-major.
         rows: [n] int64, rows of the trace; None: unknown.
-        packed: [n, topk + 2] int16: 3 * expert + 2 if the live router chooses the expert, + 1 if it is inside, + 0 else; then
-            the two experts that the live router ranks first, -1 in a row that is not replayed.
+        packed: [n, topk + 2] integers: 3 * expert + 2 if the live router chooses the expert, + 1 if it is inside, + 0 else;
+            then the two experts that the live router ranks first, -1 in a row that is not replayed.
         loads: [2, num_experts] int32, in how many rows an expert is live, and inside.
     """
 
@@ -73,6 +73,50 @@ class SharedBlock(NamedTuple):
     by_kind: dict[str, float]
     text: str
     rows: list[list[int]]
+
+
+class RankAgreement(NamedTuple):
+    """What a rank compared in a session, and what it found.
+
+    Args:
+        replica: of its tensor-parallel ranks with the same rows, which number it has.
+        layers: layer number -> its sums.
+        anomalies: the clearest ones.
+        shared_blocks: blocks of sequences that it shares with other ranks.
+        rows_apart: see `RankEvidence`.
+        trace: a name of its trace.
+        wrong_rows: of that trace, as [first, stop].
+        layout: see `agreement.LiveAgreement`.
+    """
+
+    replica: int = 0
+    layers: Mapping[int, Sums] = {}
+    anomalies: Sequence[Anomaly] = ()
+    shared_blocks: Sequence[SharedBlock] = ()
+    rows_apart: int = 0
+    trace: str = ""
+    wrong_rows: Sequence[Sequence[int]] = ()
+    layout: Sequence[str] = ()
+
+    def published(self) -> RankAgreement:
+        """Return the part of it that other ranks read: of 1,024 ranks, one reads all.
+
+        An anomaly that does not raise is for the rank's own report, and of those that raise, the clearest is kept. Six digits
+        of a sum are more than a threshold means.
+        """
+        raising = [each for each in self.anomalies if each.evidence >= EVIDENCE]
+        layers = {number: Sums(*(float(f"{value:.6g}") for value in sums)) for number, sums in self.layers.items()}
+        return self._replace(anomalies=[max(raising)] if raising else [], layers=layers)
+
+    @classmethod
+    def of_json(cls, values: Sequence[Any]) -> RankAgreement:
+        """Return what became JSON values."""
+        read = cls(*values)
+        return read._replace(
+            layers={int(number): Sums(*sums) for number, sums in read.layers.items()},
+            anomalies=[Anomaly(*each) for each in read.anomalies],
+            shared_blocks=[SharedBlock(*each) for each in read.shared_blocks],
+        )
 
 
 @dataclass(slots=True)

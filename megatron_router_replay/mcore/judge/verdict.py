@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron_router_replay.mcore.judge.blocks import EVIDENCE, evidence_of
-from megatron_router_replay.mcore.judge.rank_evidence import SHARED_NOISE, Anomaly, SharedBlock
+from megatron_router_replay.mcore.judge.rank_evidence import SHARED_NOISE, Anomaly, RankAgreement, SharedBlock
 from megatron_router_replay.mcore.judge.sums import Sums, add_up, agreement_by_layer
 
 WARN = 0.5
@@ -29,37 +29,26 @@ class Verdict(NamedTuple):
     wrong_rows: dict[str, list[list[int]]]
 
 
-def published(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of an `Agreement.summary` that `group_verdict` reads: of 1,024 ranks, one reads all.
-
-    An anomaly that does not raise is for the rank's own report, and of those that raise, the clearest is kept. Six digits of
-    a sum are more than a threshold means.
-    """
-    raising = [each for each in summary["anomalies"] if each[0] >= EVIDENCE]
-    layers = {number: [float(f"{value:.6g}") for value in sums] for number, sums in summary["layers"].items()}
-    return {**summary, "anomalies": [max(raising)] if raising else [], "layers": layers}
-
-
-def group_verdict(everyone: Sequence[Mapping[str, Any]], least: float) -> Verdict:
+def group_verdict(everyone: Sequence[RankAgreement], least: float) -> Verdict:
     """Return the faults of the routes of a group of ranks; all ranks compute the same.
 
     Args:
-        everyone: `published(Agreement.summary)` of each rank.
+        everyone: of each rank.
         least: `min_agreement` of `replay`; 0: find no faults.
     """
     verdict = Verdict([], [], {})
     if not least:
         return verdict
-    layout = sorted({fact for summary in everyone for fact in summary["layout"]})
+    layout = sorted({fact for each in everyone for fact in each.layout})
     # Tensor-parallel ranks with the same rows are replicas. Their rows must count once.
-    for replica in sorted({summary["replica"] for summary in everyone}):
-        ranks = [summary for summary in everyone if summary["replica"] == replica]
-        sums = add_up((int(layer), unit) for summary in ranks for layer, unit in summary["layers"].items())
+    for replica in sorted({each.replica for each in everyone}):
+        ranks = [each for each in everyone if each.replica == replica]
+        sums = add_up(item for each in ranks for item in each.layers.items())
         layers = agreement_by_layer(dict(sorted(sums.items())))
-        for summary in ranks:
-            if summary["wrong_rows"]:
-                verdict.wrong_rows.setdefault(summary["trace"], []).extend(summary["wrong_rows"])
-        anomalies = [Anomaly(*each) for summary in ranks for each in summary["anomalies"]]
+        for each in ranks:
+            if each.wrong_rows:
+                verdict.wrong_rows.setdefault(each.trace, []).extend(map(list, each.wrong_rows))
+        anomalies = [anomaly for each in ranks for anomaly in each.anomalies]
         anomalies += _add_shared_blocks(ranks, verdict)
         raising = [each for each in anomalies if each.evidence >= EVIDENCE]
         if num_low := sum(value < least for value in layers.values()):
@@ -97,13 +86,12 @@ def _little(sums: Mapping[int, Sums], layers: Mapping[int, float], least: float)
     return dict(sorted(little.items()))
 
 
-def _add_shared_blocks(ranks: Sequence[Mapping[str, Any]], verdict: Verdict) -> list[Anomaly]:
+def _add_shared_blocks(ranks: Sequence[RankAgreement], verdict: Verdict) -> list[Anomaly]:
     """Return anomalies of sequences over the ranks that share them; add the rows of those that raise to the verdict."""
     by_name: dict[str, list[tuple[str, SharedBlock]]] = {}
-    for summary in ranks:
-        for values in summary["shared_blocks"]:
-            part = SharedBlock(*values)
-            by_name.setdefault(part.name, []).append((summary["trace"], part))
+    for each in ranks:
+        for part in each.shared_blocks:
+            by_name.setdefault(part.name, []).append((each.trace, part))
     anomalies = []
     for parts in by_name.values():
         by_kind: dict[str, float] = {}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megatron_router_replay.checks import warn
 from megatron_router_replay.errors import LayoutError, ReplayStateError
-from megatron_router_replay.layout.rows import count_differing_tokens
+from megatron_router_replay.layout.rows import differing_tokens
 from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.batches.forward_counts import ForwardCounts
 from megatron_router_replay.mcore.batches.inputs import ForwardInputs
@@ -88,9 +88,9 @@ class Microbatches(ABC):
     def _experts(self, call: RoutingCall, request: TopKRequest) -> Tensor | None:
         """Return the experts of a call, see `ExpertSource`; None: the router chooses."""
 
-    @abstractmethod
     def summary(self) -> dict[str, Any]:
-        """Return fields of this rank's `RankSummary`."""
+        """Return fields of this rank's `RankSummary`, of a replay alone."""
+        return {}
 
     def keep(self, chunk: Chunk, microbatch: Microbatch) -> None:  # noqa: B027  # a trace is kept already
         """Keep a micro-batch, after its forward returned."""
@@ -187,9 +187,8 @@ class Microbatches(ABC):
         elif not torch.equal(expected, own):  # one pass; counting the tokens that differ takes five
             # -1: not known, for the position has no row, or the trace was recorded without input_ids there.
             why = "move tokens and rows by the same code, and call session.microbatch right before its forward."
-            count, detail = count_differing_tokens(own, expected, microbatch.batch_rows, why=why)
-            if count:
-                raise LayoutError(f"MRR203: micro-batch {microbatch.number} of chunk {chunk.index}: {detail()}")
+            if text := differing_tokens(own, expected, microbatch.batch_rows, why=why):
+                raise LayoutError(f"MRR203: micro-batch {microbatch.number} of chunk {chunk.index}: {text}")
 
     def _find_chunk(self, model: nn.Module | None) -> Chunk | None:
         """Return a model's chunk; None: none of its routers replays.

@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_router_replay.checks import with_checked_options
-from megatron_router_replay.errors import LayoutError, ReplayStateError, TraceError
+from megatron_router_replay.errors import LayoutError, TraceError
 from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.batches.forward_counts import ForwardCounts
 from megatron_router_replay.mcore.batches.inputs import ForwardInputs, TokenReader
@@ -148,11 +148,6 @@ class RecordedRoutes(Microbatches):
                 copied.synchronize()
         self._copied = {}
 
-    # ---- the end
-    def summary(self) -> dict[str, Any]:
-        """Return the number of rows, on which the ranks agree."""
-        return {"num_rows": self.num_rows}
-
     # ---- the trace
     @property
     def num_rows(self) -> int:
@@ -271,20 +266,17 @@ class RecordSession(Session):
         of no layers.
 
         Args:
-            num_tokens: rows of the whole batch, where rows were given by hand; None: up to the highest row that any rank of
-                the session's group gave, so the same on all of them. They agree on it when the session is left, so
-                leave it first.
+            num_tokens: rows of the whole batch, where rows were given by hand; None: up to the highest row that this rank
+                gave.
 
         Raises:
             TraceError: the same row was routed twice to different experts, or in some layers only; a row is num_tokens
                 or more.
-            ReplayStateError: num_tokens is None, there are several ranks, and the session is still open or was left by an
-                exception.
         """
         self._read()
         sample_lengths = self._recorded.sample_lengths()
         if num_tokens is None:
-            num_tokens = self._agreed_length() if sample_lengths is None else sum(sample_lengths)
+            num_tokens = self._recorded.num_rows if sample_lengths is None else sum(sample_lengths)
         return self._recorded.trace(num_tokens, sample_lengths)
 
     def gather(self, *groups: dist.ProcessGroup | None) -> RoutingTrace:
@@ -316,16 +308,6 @@ class RecordSession(Session):
         if isinstance(trace, Exception):
             raise trace
         return trace
-
-    def _agreed_length(self) -> int:
-        if self._recorded.result is not None:
-            return self._recorded.result.num_rows
-        if len(self._recorded.group_check.ranks) > 1:
-            raise ReplayStateError(
-                "MRR422: the ranks agree on the recording's number of rows when the session is left: leave it before "
-                "trace() or gather(), or pass num_tokens to trace()."
-            )
-        return self._recorded.num_rows
 
 
 def _place(rows: Tensor, routes: Tensor, columns: Sequence[int], indices: Tensor, seen: Tensor) -> None:
@@ -389,7 +371,7 @@ def record(
             own first or last one. Rows of a batch need it, unless the forward gets `padding_mask`; so do packed sequences
             that end in equal tokens, unless it gets unpadded `cu_seqlens_q`.
         cp_partition_mode: as for `replay`.
-        group: the ranks that agree on the number of rows when the session ends; all of them must have such a session.
+        group: the ranks that all raise or none when the session ends; all of them must have such a session.
             None: every rank of the job. No rank waits for one that raised inside its block.
 
     Raises:

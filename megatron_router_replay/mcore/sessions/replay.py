@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_router_replay.checks import with_checked_options
 from megatron_router_replay.errors import LayoutError, TraceError
-from megatron_router_replay.layout.rows import count_differing_tokens
+from megatron_router_replay.layout.rows import differing_tokens
 from megatron_router_replay.mcore.batches.chunk import Chunk
 from megatron_router_replay.mcore.batches.forward_counts import ForwardCounts
 from megatron_router_replay.mcore.batches.inputs import ForwardInputs
@@ -199,10 +199,8 @@ class TraceRoutes(Microbatches):
         expected = torch.where(rows >= 0, known[rows.clamp(min=0)], -1) if any_unrouted else known[rows]
         if tokens is None:
             return expected
-        if not torch.equal(tokens, expected):
-            count, detail = count_differing_tokens(tokens, expected, rows)
-            if count:
-                raise LayoutError(f"MRR203: {detail()}")
+        if not torch.equal(tokens, expected) and (text := differing_tokens(tokens, expected, rows)):
+            raise LayoutError(f"MRR203: {text}")
         return tokens
 
     # ---- calls of routers

@@ -34,9 +34,15 @@ LEAST = {TOP_1: 19, TOP_2: 17, TOP_4: 21, TOP_8: 21}
 
 
 @cache
+def network_of(shape, steps):
+    """Return a model that no test changes; training takes most of these tests' time."""
+    return trained(shape, 0, steps)
+
+
+@cache
 def routes_of(shape):
-    """Return live scores, right routes and a foreign model's; training takes most of these tests' time."""
-    return routes_to_damage(trained(shape, 0, ALL_STEPS if shape is TOP_2 else STEPS))
+    """Return live scores, right routes and a foreign model's."""
+    return routes_to_damage(network_of(shape, ALL_STEPS if shape is TOP_2 else STEPS))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +73,7 @@ def test_faults_raise_at_the_doses_of_their_trackers(shape):
     ids=["top-1 of 16", "top-2 of 8"],
 )
 def test_legal_sessions_do_not_stop(shape, layouts):
-    network = trained(shape, 0, ALL_STEPS)
+    network = network_of(shape, ALL_STEPS)
     sessions = [each for each in legal_sessions(network, seed=0, layouts=layouts) if each[0] not in BEYOND]
     assert len(sessions) == 84
     assert [each for each in sessions if each[-1].says == "raises"] == []

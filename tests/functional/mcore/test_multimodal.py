@@ -11,6 +11,7 @@ from megatron_router_replay.testing import ParallelSizes
 from tests.functional.mcore.cases import DRAWN, FULL, Case, random_routes, same, watched, wrong_replays
 from tests.functional.mcore.small_vlm import IMAGE, LAYOUTS, alignment, arrange, small_vlms
 from tests.functional.mcore.test_follow import rows_of, samples
+from tests.support.every_pair import every_pair
 from tests.support.gradients import gradients
 from tests.support.packing import pack_sequences, pad_sequences
 from tests.support.schedule import run_schedule
@@ -130,13 +131,15 @@ KINDS = [
     "packed outside",
     "packed outside, known",
 ]
-ALL = [
-    pytest.param(sizes, wrapper, kind, marks=pytest.mark.slow)
+EVERY = [
+    (sizes, wrapper, kind)
     for sizes in LAYOUTS
     for wrapper in ("mbridge", "Megatron-Bridge", "mcore-bridge", "ROLL")
     for kind in KINDS
     if not (wrapper == "mcore-bridge" and "inside" in kind)
 ]
+ALL = [pytest.param(*case, marks=pytest.mark.slow) for case in every_pair(EVERY)]
+"""Each layout with each wrapper and each kind of batch, each wrapper with each kind; with CI_ALL=1 all three together."""
 
 
 @pytest.mark.parametrize(("sizes", "wrapper", "kind"), CASES + ALL, ids=str)

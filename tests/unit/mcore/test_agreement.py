@@ -16,7 +16,7 @@ from megatron_router_replay.mcore.core.call import TopKRequest
 from megatron_router_replay.mcore.judge import verdict
 from megatron_router_replay.mcore.judge.agreement import Agreement, LiveAgreement
 from megatron_router_replay.mcore.judge.blocks import EVIDENCE, ComparedRows
-from megatron_router_replay.mcore.judge.rank_evidence import Anomaly, SharedBlock
+from megatron_router_replay.mcore.judge.rank_evidence import Anomaly, RankAgreement, SharedBlock
 from megatron_router_replay.mcore.judge.sums import Sums, add_up
 from tests.unit.mcore.tiny_chunk import ROWS, Chunk, forward, random_trace, tokens
 
@@ -48,7 +48,7 @@ def routes(rows, seed=0, *, experts=32, topk=4, noise=0.1):
 
 def found(*ranks, least=0.25):
     """Return the problem that the ranks of a session raise, or "", and whether they warn."""
-    told = json.loads(json.dumps([each.summary() for each in ranks]))  # as ranks publish them
+    told = [RankAgreement.of_json(json.loads(json.dumps(each.summary()))) for each in ranks]  # as ranks publish them
     result = verdict.group_verdict(told, least)
     return "".join(result.problems), bool(result.warnings)
 
@@ -256,7 +256,7 @@ def test_the_first_row_of_a_trace_may_be_wrong():
     compared = comparing(trace=trace)
     replayed[:60] = other_rows(scores, replayed)[:60]
     add(compared, scores, replayed, rows=torch.arange(1000))
-    assert compared.summary()["wrong_rows"][0][0] == 0
+    assert compared.summary().wrong_rows[0][0] == 0
 
 
 def test_a_row_is_no_more_evidence_in_all_layers_together_than_in_one_layer_at_most():
@@ -269,8 +269,8 @@ def test_a_row_is_no_more_evidence_in_all_layers_together_than_in_one_layer_at_m
         replayed[wrong] = scores[wrong].argmin(dim=1, keepdim=True)
         add(compared, scores, replayed, layer=layer, rows=torch.arange(2000))
     summary = compared.summary()
-    assert max(summary["anomalies"])[0] == pytest.approx(13 * 6), "of a row in four layers; in one it has less than 4"
-    assert summary["wrong_rows"] == [[500, 513], [528, 541]]
+    assert max(summary.anomalies)[0] == pytest.approx(13 * 6), "of a row in four layers; in one it has less than 4"
+    assert summary.wrong_rows == [[500, 513], [528, 541]]
 
 
 # ---- ranks
@@ -297,10 +297,10 @@ def test_one_wrong_sample_of_95_rows_raises_however_many_ranks_share_it(num_rank
 
 def test_a_sample_whose_parts_are_too_small_on_each_rank_raises_by_all_of_them():
     ranks = one_wrong_sample(0, 16)
-    alone = [max(each.summary()["anomalies"])[0] for each in ranks]
+    alone = [max(each.summary().anomalies)[0] for each in ranks]
     assert max(alone) < EVIDENCE
     assert "micro-batch 1, sequence 5" in found(*ranks)[0]
-    parts = [part for each in ranks for part in each.summary()["shared_blocks"]]
+    parts = [part for each in ranks for part in each.summary().shared_blocks]
     assert {part.name for part in parts} == {"0 0.1.5 [2]"}, "right samples have no part to add"
 
 
@@ -312,7 +312,7 @@ def test_eight_wrong_rows_on_each_of_two_ranks_raise(num_wrong, raises):
         scores, replayed = routes(400, rank, topk=8, noise=0.01)
         replayed[100 : 100 + num_wrong] = scores[100 : 100 + num_wrong].topk(8, largest=False).indices
         add(each, scores, replayed)
-        assert max(each.summary()["anomalies"])[0] == 6 * num_wrong
+        assert max(each.summary().anomalies)[0] == 6 * num_wrong
     assert bool(found(*ranks)[0]) == raises
 
 
@@ -323,8 +323,7 @@ def test_what_noise_rises_on_one_rank_is_taken_off_once_for_two(each, raises):
         SharedBlock("0 0.0.0 [1]", each, {next(names): each / 10 for _ in range(10)}, "these rows", [])
         for _ in range(2)
     ]
-    nothing = {"replica": 0, "layers": {}, "wrong_rows": [], "anomalies": [], "trace": "", "layout": []}
-    told = [nothing | {"shared_blocks": [x]} for x in parts]
+    told = [RankAgreement(shared_blocks=[part]) for part in parts]
     assert bool(verdict.group_verdict(told, 0.25).problems) == raises  # 2 * 43.5 - 15 is 72
 
 

@@ -441,6 +441,20 @@ def test_other_tokens_raise(name: str) -> None:
         check(alike(samples), tokens, [], **call)
 
 
+def test_a_sample_that_padding_mask_alone_hides_is_live_with_a_warning() -> None:
+    """SkyRL fills batches with copies of a sample, all of them padding for its routers."""
+    _warned.discard("a masked sample")
+    rows = [[0, 1, 2, 3], [-1] * 4, [-1] * 4]
+    with pytest.warns(
+        RuntimeWarning, match=r"\[1, 0\], sequence 1: a mask calls .* the first 4 of sample 0, which would"
+    ):
+        check(trace_of([A, B]), [A, A, [0, 0, 0, 5]], rows, **mask([0] * 4, [1] * 4, [1] * 4))
+    _warned.discard("a masked sample")
+    # A short prefix may be equal by chance.
+    check(trace_of([A, B]), [A, [5, 6, 1, 1]], rows[:2], **mask([0] * 4, [1] * 4))
+    assert "a masked sample" not in _warned
+
+
 def test_one_declared_token_in_front_of_every_sequence_may_be_a_bos_token(caplog: Any) -> None:
     def warned(*tokens: list[int]) -> bool:
         _warned.discard("a token in front")

@@ -28,7 +28,7 @@ from megatron_router_replay.mcore.judge.group_result import (
     replay_problems,
     stages_with_other_rows,
 )
-from megatron_router_replay.mcore.judge.rank_evidence import Anomaly
+from megatron_router_replay.mcore.judge.rank_evidence import Anomaly, RankAgreement
 from megatron_router_replay.mcore.judge.sums import Sums
 from megatron_router_replay.mcore.judge.verdict import group_verdict
 from tests.unit.mcore.tiny_chunk import ROWS, Chunk, random_trace, tokens
@@ -122,15 +122,7 @@ def test_an_engine_gives_no_route_to_the_last_token_where_every_row_must_have_on
 
 @pytest.mark.parametrize(("wrong_routes", "counts"), [("raise", (1, 0)), ("warn", (0, 1))])
 def test_wrong_routes_raise_or_warn(wrong_routes, counts):
-    agreement = {
-        "replica": 0,
-        "layers": {},
-        "anomalies": [[72.0, "rows"]],
-        "shared_blocks": [],
-        "layout": [],
-        "trace": "",
-        "wrong_rows": [],
-    }
+    agreement = RankAgreement(anomalies=[Anomaly(72.0, "rows")])
     told = N(8, agreement=agreement)._replace(options=[None, 0.25, wrong_routes])
     result = GroupCheck(None).finish(told)
     assert (len(result.problems), len(result.warnings)) == counts
@@ -443,27 +435,24 @@ def agreement_of(rank, *anomalies, layers=58):
         number: Sums(float(numbers.randrange(10_000)), *(numbers.random() * 30_000 for _ in range(4)))
         for number in range(1, layers + 1)
     }
-    return {
-        "replica": rank % 8,
-        "layers": sums,
-        "anomalies": [Anomaly(evidence, f"rank {rank}: {evidence}") for evidence in anomalies],
-        "shared_blocks": [],
-        "rows_apart": 3,
-        "layout": [],
-        "trace": "1048576 12345",
-        "wrong_rows": [],
-    }
+    return RankAgreement(
+        replica=rank % 8,
+        layers=sums,
+        anomalies=[Anomaly(evidence, f"rank {rank}: {evidence}") for evidence in anomalies],
+        rows_apart=3,
+        trace="1048576 12345",
+    )
 
 
 @pytest.mark.parametrize("evidence", [71.9, 72.0, 80.5])
 def test_a_rank_publishes_what_is_judged_and_no_more(evidence):
     """Of 58 layers, less than 3 kB; the ranks that read it come to the same verdict."""
     everyone = [agreement_of(rank, 3.5, 70.0, evidence, 12.0 if rank else 72.5) for rank in range(16)]
-    published = [json.loads(json.dumps(_published(summary(agreement=each)).agreement)) for each in everyone]
+    published = [_read(json.loads(json.dumps(_published(summary(agreement=each))))).agreement for each in everyone]
     for least in (0.01, 0.25, 0.9):
         assert group_verdict(published, least) == group_verdict(everyone, least)
     assert bool(group_verdict(published, 1e-9).problems)
-    assert max(len(each["anomalies"]) for each in published) == 1
+    assert max(len(each.anomalies) for each in published) == 1
     texts = [json.dumps(_published(summary(agreement=each)), separators=(",", ":")) for each in everyone]
     assert max(map(len, texts)) < 3_000
     assert _published(None) is None

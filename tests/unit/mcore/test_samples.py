@@ -12,6 +12,7 @@ import torch
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import LayoutError, TraceError
 from megatron_router_replay.layout.split import split_context_parallel
+from megatron_router_replay.mcore.batches.hidden_states import ForwardTokens
 from megatron_router_replay.mcore.batches.lookup import RowLookup
 from megatron_router_replay.mcore.batches.samples import Reading, SortedSamples, keys_of, samples_of
 from megatron_router_replay.mcore.batches.segments import Segments
@@ -243,7 +244,7 @@ def read_all(lookup: RowLookup, layout: Segments, tokens: Any) -> list[Reading |
         only = slice(number, number + 1)
         alone = replace(layout, **{name: getattr(layout, name)[only] for name in ("begin", "end", "start", "stop")})
         try:
-            found += lookup._read(alone, tokens, "here")
+            found += lookup._read(ForwardTokens(segments=alone, tokens=tokens, layout=alone), "here")
         except LayoutError as error:
             found.append(str(error))
     return found
@@ -313,7 +314,7 @@ def test_long_segments_and_a_large_trace() -> None:
     lookup = RowLookup(trace, padding_token_ids=[], cp_partition_mode=None)
     whole = [(tokens.size, Segments.of((1, tokens.size), np.cumsum([0, *lengths])))]
     for num, segments in [*whole, *((cut, Segments.of((1, cut))) for cut in (1, 31, 32, 33, 4999))]:
-        found = lookup._read(segments, tokens[:num], "here")
+        found = lookup._read(ForwardTokens(segments=segments, tokens=tokens[:num], layout=segments), "here")
         start, known, row, live = (np.array([each[at] for each in found]) for at in range(4))
         rows, padding = segments.rows(segments.start + start, known, row, live)
         assert rows.tolist() == list(range(num))

@@ -6,7 +6,6 @@ import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import ReplayStateError
@@ -182,23 +181,6 @@ def test_a_copy_of_a_model_under_a_session_is_not_under_it_and_may_have_its_own(
             disturbed_backward(chunk, *losses)
     assert wrong_replays(seen, trace) == 0
     assert (num_recomputed(of_twin), flips(of_twin)) == (3, 0)
-
-
-def test_one_of_several_ranks_cannot_tell_the_number_of_rows_while_it_records():
-    chunk = Chunk()
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
-    try:
-        recording = mrr.record(chunk)
-        forward(chunk, recording)
-        for read in (recording.trace, recording.gather):
-            with pytest.raises(
-                ReplayStateError, match="agree on the recording's number of rows when the session is left"
-            ):
-                read()
-        assert recording.trace(num_tokens=9).num_tokens == 9
-        mrr.close_sessions(chunk)
-    finally:
-        dist.destroy_process_group()
 
 
 # ---- evaluations inside a session, and the time of its check

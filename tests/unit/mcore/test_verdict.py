@@ -13,7 +13,13 @@ import megatron_router_replay as mrr
 from megatron_router_replay.mcore import judge
 from megatron_router_replay.mcore.batches import equal_samples
 from megatron_router_replay.mcore.judge.blocks import EVIDENCE
-from megatron_router_replay.mcore.judge.rank_evidence import Anomaly, ComparedLayer, RankEvidence, SharedBlock
+from megatron_router_replay.mcore.judge.rank_evidence import (
+    Anomaly,
+    ComparedLayer,
+    RankAgreement,
+    RankEvidence,
+    SharedBlock,
+)
 from megatron_router_replay.mcore.judge.sums import Sums
 from megatron_router_replay.mcore.judge.verdict import group_verdict
 
@@ -72,16 +78,7 @@ def trace_of(num):
 
 
 def summary(**values):
-    nothing = {
-        "replica": 0,
-        "layers": {},
-        "anomalies": [],
-        "shared_blocks": [],
-        "trace": "a trace",
-        "wrong_rows": [],
-        "layout": [],
-    }
-    return nothing | values
+    return RankAgreement(trace="a trace", **values)
 
 
 # ---- a rank

@@ -4,12 +4,14 @@ import copy
 from types import MethodType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import megatron_router_replay as mrr
 from megatron_router_replay.errors import RouterReplayError
+from megatron_router_replay.mcore.batches.hidden_states import Alignment
 from tests.unit.mcore.test_follow import DRAWN, alike, ids, oracle, trace_of, wrong
 from tests.unit.mcore.tiny_chunk import disturb, reentrant
 from tests.unit.mcore.tiny_vlm import IMAGE, PLACES, PacksItself, TinyLanguageModel, TinyVLM, packed
@@ -188,6 +190,16 @@ def packs_by_tokens() -> TinyVLM:
     return model
 
 
+def put_in_front(values: Tensor) -> Tensor:
+    """One more position, as of a class token."""
+    return torch.cat([torch.zeros_like(values[:, :1]), values], dim=1)
+
+
+def on_two_ranks() -> Any:
+    """A model whose rows are filled to multiples of two."""
+    return arranged(put_in_front)(tensor_model_parallel_size=2, num_attention_heads=2)
+
+
 RAISES: dict[str, tuple[Any, list[list[int]], Call, str]] = {
     "five positions for one token": (arranged(expand), [A, A], {}, r"MRR201: .*tokens, and \[9, 9\] hidden states"),
     "a token is dropped": (arranged(drop), [A, A], {}, r"MRR201: .*sequences of \[5, 5\] tokens, and \[4, 4\]"),
@@ -272,6 +284,25 @@ RAISES: dict[str, tuple[Any, list[list[int]], Call, str]] = {
         {"attention_mask": keep([1, 1, 0, 0, 0], [1, 1, 0, 0, 0])},
         r"MRR207: .*next 3 tokens are the sample's own",
     ),
+    "one position more than an even number": (on_two_ranks, [A[:4]], {}, r"MRR201: .*\[4\] tokens, and \[5\] hidden"),
+    "one position more in each of two rows, of which one is filled": (
+        on_two_ranks,
+        [[*A, 0, 0], C],
+        {"packed_seq_params": packed(0, 6, 14), "attention_mask": keep([1] * 5 + [0] * 2, [1] * 6 + [0])},
+        r"MRR201: .*\[5, 6",
+    ),
+    "a mask over a whole sample": (
+        TinyVLM,
+        [A, [*B, 0, 0]],
+        {"attention_mask": keep([0] * 5, [1, 1, 1, 0, 0])},
+        r"MRR207: .*input_ids\[0, 0\], sequence 0: a mask calls all of .*the first 5 of sample 0, which would be",
+    ),
+    "an inverted mask": (
+        TinyVLM,
+        [[*A, 0, 0], [0, 0, 0, 0, *B]],
+        {"attention_mask": keep([0] * 5 + [1] * 2, [1] * 4 + [0] * 3)},
+        r"MRR207: .*input_ids\[0, 0\], sequence 0: a mask calls .*1 more",
+    ),
     "other tokens": (TinyVLM, [[*A[:3], 9, 8, 9]], {}, "MRR206"),
     "padded on the left, packed by a mask that no forward gets": (
         lambda: packs_by_tokens(),
@@ -294,7 +325,46 @@ def test_what_is_laid_out_as_nothing_known_raises_in_its_forward(name: str, decl
         model(ids(*tokens), 0, **call)
 
 
+@pytest.mark.parametrize(
+    ("number", "size", "explained"),
+    [
+        ([5, 8], [5, 8], True),
+        ([5, 8], [6, 8], True),
+        ([5, 8], [6, 9], False),
+        ([5, 8], [7, 8], False),
+        ([5, 8], [5, 10], False),
+        ([5, 8], [16, 16], True),
+        ([5, 8], [6, 16], False),
+        ([5, 8], [16, 240], True),  # a row of 256
+        ([5, 8], [6, 250], True),
+        ([5, 8], [16, 24], False),
+        ([5, 8], [16, 496], False),  # one more row than is needed
+        ([5, 8], [4, 8], False),
+        ([], [], True),
+    ],
+)
+def test_sequences_are_filled_to_the_next_multiple_and_the_last_one_to_that_of_the_row(
+    number: list[int], size: list[int], explained: bool
+) -> None:
+    assert Alignment((2, 16), 256).explains(np.array(number), np.array(size)) == explained
+
+
 # ---- forwards, one after another, in one another, and those of other models
+def test_a_forward_that_cannot_begin_does_not_end_the_incomplete_one_before_it() -> None:
+    model = PacksItself()
+    decode = model.decode
+    with (
+        pytest.raises(RouterReplayError, match=r"micro-batch 0: its layer 3 was not forwarded"),
+        mrr.replay(model, alike([A]), **DRAWN),
+    ):
+        model.decode = MethodType(lambda self, hidden: self.layers[1](self.layers[0](hidden)), model)  # type: ignore[method-assign]
+        model(ids(A), 0)
+        model.decode = decode  # type: ignore[method-assign]
+        for _ in range(2):
+            with pytest.raises(RouterReplayError, match=r"MRR407: .*no forward of its layer 3 came"):
+                model(ids(A), 1)
+
+
 def test_a_forward_that_fails_around_the_language_model_leaves_nothing() -> None:
     model, trace = TinyVLM(), alike([A, B, C])
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from megatron_router_replay.errors import TraceError
 from megatron_router_replay.trace.ids import (
     check_topk_indices,
+    fill_unrouted,
     find_invalid_routes,
     has_repeats,
     index_dtype,
-    spread_experts,
 )
 
 
@@ -32,10 +32,11 @@ def test_numbers_of_experts_that_no_dtype_holds_are_refused(num_experts):
         index_dtype(num_experts)
 
 
-@given(st.integers(0, 40), st.integers(1, 8), st.integers(8, 20), st.integers(0, 50))
-def test_spread_experts_are_distinct_in_a_row_and_even_over_all(num_rows, topk, num_experts, start):
-    rows = spread_experts(start, num_rows, topk=topk, num_experts=num_experts)
-    assert all(len(set(row)) == topk for row in rows.tolist())
+@given(st.integers(0, 40), st.integers(1, 8), st.integers(8, 20))
+def test_rows_without_a_route_name_distinct_experts_and_load_all_evenly(num_rows, topk, num_experts):
+    rows = torch.zeros(num_rows, 1, topk, dtype=torch.uint8)
+    fill_unrouted(rows, torch.zeros(num_rows, dtype=torch.bool), num_experts=num_experts)
+    assert all(len(set(row)) == topk for row in rows[:, 0].tolist())
     load = torch.bincount(rows.reshape(-1).long(), minlength=num_experts)
     assert int(load.max()) <= -(-num_rows * topk // num_experts)
 
