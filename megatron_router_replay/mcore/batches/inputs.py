@@ -251,7 +251,9 @@ class TokenReader:
         rank = 0 if group is None else group.rank()
         language_ids = None if language_ids is None else language_ids.ravel()
         if is_alike:
-            return ForwardTokens(segments=raw, tokens=tokens, layout=raw, rank=rank, language_ids=language_ids)
+            return ForwardTokens(
+                segments=raw, tokens=tokens, layout=raw, rank=rank, kept=kept, language_ids=language_ids
+            )
         if kind.is_packed and not (kind.was_packed or raw.lengths_known or self.padding_token_ids is not None):
             # cu_seqlens gives the lengths of packed sequences, so raw tokens after them are padding.
             size = (layout.stop - layout.begin)[: len(raw.begin)]
