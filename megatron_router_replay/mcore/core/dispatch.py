@@ -95,7 +95,7 @@ held_routers: WeakSet[Any] = WeakSet()
 """Routers with a source: only the outputs of their routing may enter their dispatchers."""
 
 compared_routers: WeakSet[Any] = WeakSet()
-"""Routers that ever had a source and a dispatcher which compares; the outputs of all others are of no use to anyone."""
+"""Routers that ever had a source and a token dispatcher, whose outputs are compared."""
 
 _router_of: WeakKeyDictionary[Any, weakref.ref[Any]] = WeakKeyDictionary()
 """Token dispatcher -> the router of its layer."""

@@ -238,6 +238,7 @@ def test_routing_info_has_the_layers_experts_and_topk_of_the_config():
 
 STAGE = model(dense(3), moe(4), num_layers=6, mtp_num_layers=1, mtp_layers=(mtp(1, moe(1)),))
 WHOLE = model(moe(1), moe(2))
+VIRTUAL_STAGES = [model(layer, num_layers=4) for layer in (moe(1), dense(3))]
 WITH_PATTERN = model(dense(1), moe(2), dense(3), moe(4), pattern="*E*E")
 WITH_MTP_PATTERN = model(dense(1), moe(2), pattern="ME/*E/*E", mtp_num_layers=2)
 BUILT_OTHERWISE = model(dense(1), moe(2), moe_layer_freq=[1, 1])  # the numbers are right, and no advice helps
@@ -252,6 +253,8 @@ NO_ADVICE = r"(?s)^(?!.*renumber)"
         *((STAGE, given, None) for given in ([4], [2, 4, 6], [1, 2, 4, 5, 6], [4, 7])),
         (STAGE, [2, 6], r"layer 4 .* has no routes: the trace has layers \[2, 6\]"),
         (STAGE, [3, 4], "routes for layer 3, but that layer of the model is dense"),
+        (VIRTUAL_STAGES, [1, 2, 4], None),
+        (VIRTUAL_STAGES, [1, 3], "routes for layer 3, but that layer of the model is dense"),
         (STAGE, [4, 8], f"routes for layer 8, but the model has 6 {IN_MTP_BLOCK.format(1)}"),
         (WHOLE, [1, 2], None),
         (WHOLE, [1, 2, 3], "layer 3, but the model has 2 layers: it is of a deeper model"),
