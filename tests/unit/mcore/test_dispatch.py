@@ -270,6 +270,15 @@ def test_a_dispatcher_that_calls_its_base_class_is_compared_once():
         forward(other)
 
 
+def test_a_dispatcher_that_inherits_its_method_from_a_compared_class_is_compared():
+    mrr.freeze_recompute(Chunk()).close()  # from now on, the base class is compared
+    chunk = Chunk()
+    chunk.layers[1].token_dispatcher = type("Inherits", (Dispatcher,), {})()
+    refused = pytest.raises(ReplayStateError, match="MRR415: layer 2: its token dispatcher got another routing map")
+    with planted(chunk, "hook", rolled), mrr.freeze_recompute(chunk), refused:
+        forward(chunk)
+
+
 def test_a_map_that_was_dispatched_before_is_none_of_the_next_forward():
     """A layer that keeps the outputs of its router dispatches them again: the tensors are the router's, but no call's."""
     chunk = Chunk()

@@ -173,6 +173,14 @@ def test_equal_samples_are_compared_again_where_a_shorter_one_may_end_in_padding
     assert lengths_were_enough
 
 
+def test_a_shorter_sample_may_end_in_padding_in_any_row_of_a_batch() -> None:
+    longer, other, chunk = [*LONG, 16], [1, *LONG], Chunk()
+    trace = trace_of([[*longer, 9], LONG, other])
+    match = r"MRR208: .*input_ids\[0, 17\], sequence 0: sample 0 and sample 1 "
+    with pytest.raises(LayoutError, match=match), mrr.replay(chunk, trace):
+        chunk(ids(longer, other), 0)
+
+
 def test_equal_samples_with_other_routes_raise_again_where_a_forward_is_repeated() -> None:
     chunk, trace = Chunk(), trace_of([LONG, LONG])
     with pytest.raises(LayoutError, match="MRR208"), mrr.replay(chunk, trace, **DRAWN):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
@@ -181,6 +182,15 @@ def test_a_wrapper_without_a_config_has_one_child_with_routers_and_that_has_a_co
     assert wrappers(two) == [two], "either may be the model"
     layers = bare(Module, layer=bare(Module, inner=moe(1)))
     assert wrappers(layers) == [layers], "the layers of a model are no models"
+
+
+def test_a_language_model_is_the_model_where_it_has_all_routers():
+    text = model(moe(1))
+    language = bare(LanguageModule, config=text.config, decoder=text.decoder)
+    whole = bare(nn.Module, config=text.config, language_model=language)
+    assert wrappers(whole) == [whole, language]
+    whole.vision_model = moe(2)  # its router would be overlooked
+    assert wrappers(whole) == [whole]
 
 
 @pytest.mark.parametrize("size", [None, 1, 2])
