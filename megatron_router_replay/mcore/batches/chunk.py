@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -18,7 +18,7 @@ from megatron_router_replay.layout.split import rows_for_router
 from megatron_router_replay.mcore.batches.forward_counts import ForwardCounts
 from megatron_router_replay.mcore.batches.forwards import ModelForwards
 from megatron_router_replay.mcore.batches.microbatch import Microbatch
-from megatron_router_replay.mcore.model.find import FoundRouter, wrappers
+from megatron_router_replay.mcore.model.find import FoundRouter
 
 
 class Chunk:
@@ -30,12 +30,13 @@ class Chunk:
 
     Args:
         index: which chunk of the session.
-        outermost: the model as the schedule calls it, with its wrappers.
+        levels: the model as the schedule calls it, and the models that it wraps, outermost first.
         replayed_routers: the routers that route micro-batches.
         rank: this process, for messages.
         missing: names the rows of a forward that has none, in a message.
 
     Attributes:
+        module: the innermost model.
         where: rank and chunk, for messages.
         given: the micro-batch of the next forward, or of layers to come; None: there is none.
         current: the one that runs, or ran last; None: there was none, or its forward failed.
@@ -45,10 +46,9 @@ class Chunk:
     """
 
     def __init__(
-        self, index: int, outermost: nn.Module, replayed_routers: list[FoundRouter], *, rank: int, missing: str
+        self, index: int, levels: Sequence[nn.Module], replayed_routers: list[FoundRouter], *, rank: int, missing: str
     ) -> None:
-        self.index = index
-        self.levels = wrappers(outermost)
+        self.index, self.levels, self.module = index, levels, levels[-1]
         self.replayed_routers = replayed_routers
         self.config: Any = replayed_routers[0].router.config
         self.where, self._missing = f"rank {rank}, chunk {index}", missing
@@ -71,11 +71,6 @@ class Chunk:
             plan=lambda inputs: self._microbatches.look_up_rows(self, inputs),
             is_new=lambda: bool(self._microbatches.is_new_forward()),
         )
-
-    @property
-    def module(self) -> nn.Module:
-        """The innermost model."""
-        return self.levels[-1]
 
     @property
     def device(self) -> torch.device:

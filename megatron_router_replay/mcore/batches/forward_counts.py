@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from operator import add, attrgetter
+from operator import add
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardCounts:
+class ForwardCounts(NamedTuple):
     """Counts of a forward, or their sum over forwards, chunks or ranks.
 
     Names and meanings are those of `judge.report.SessionReport`. Where a count is made, it is given by name.
@@ -26,13 +25,11 @@ class ForwardCounts:
         """The rows that were routed, with padding."""
         return self.rows_replayed + self.rows_live + self.rows_padding
 
-    def __add__(self, other: ForwardCounts) -> ForwardCounts:
-        return ForwardCounts(*map(add, _values(self), _values(other)))
+    def __add__(self, other: ForwardCounts) -> ForwardCounts:  # type: ignore[override]
+        """Return the sum of each count; a tuple would be lengthened."""
+        return ForwardCounts(*map(add, self, other))
 
     @staticmethod
     def total(parts: Iterable[ForwardCounts]) -> ForwardCounts:
         """Return the sum of counts."""
         return sum(parts, start=ForwardCounts())
-
-
-_values = attrgetter(*ForwardCounts.__slots__)  # once a forward: dataclasses.astuple would copy each count deeply

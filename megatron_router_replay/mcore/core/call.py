@@ -33,6 +33,14 @@ class ExpertSource(Protocol):
     def _on_routed(self, call: RoutingCall) -> None:
         """Count a call that returned, and keep its experts if the source records."""
 
+    @property
+    def _announces_recomputes(self) -> bool:
+        """Return whether a call in a backward without a tape is a recompute, whose experts the source has."""
+
+    @property
+    def _may_be_captured(self) -> bool:
+        """Return whether a graph may have the calls of now, because they record into memory that stays."""
+
 
 class RoutingSource(ExpertSource, Protocol):
     """Choose the experts for the routers of a session.
@@ -144,7 +152,7 @@ class RoutingCall:
 
     Attributes:
         used: [num_tokens, topk] int64, the experts, once Megatron-Core has requested them.
-        kept: `used` as a tape keeps it; None: it is made when a tape needs it.
+        kept: `used` as a tape keeps it; None: no tape is being written, or Megatron-Core has requested nothing yet.
     """
 
     router: Any
@@ -223,6 +231,8 @@ class RoutingCall:
                 order = scores.detach().gather(1, self.used).argsort(dim=1, descending=True, stable=True)
                 self.used, self.kept = self.used.gather(1, order), None
             self.in_order = True
+        if self.is_written and self.kept is None:
+            self.kept = self.used.to(self.counter.dtype)  # here, where it is hidden from a selective checkpoint
         if has_gradients:
             return None, self.used
         return scores.gather(1, self.used) if values is None else values, self.used
@@ -237,12 +247,9 @@ class RoutingCall:
 
     def entry(self) -> Entry:
         """Return this call as a tape keeps it for its recompute."""
-        assert self.used is not None, "Megatron-Core has requested the experts"
         if self.recompute_of is not None:
             return self.recompute_of
-        if self.kept is None:
-            with tape.hidden_from_selective_checkpoint():
-                self.kept = self.used.to(self.counter.dtype)
+        assert self.kept is not None, "Megatron-Core has requested the experts, and a tape is being written"
         return Entry(self.router, self.kept, self.counter, self.in_order)
 
     def check_probabilities(self, probs: Tensor) -> None:

@@ -13,7 +13,6 @@ pytorch/distributed.py.
 from __future__ import annotations
 
 import sys
-from functools import reduce
 from typing import Any
 from weakref import ReferenceType
 
@@ -51,23 +50,19 @@ def install() -> None:
 
 def replaced() -> list[str]:
     """Return the functions that `install` wrapped and that are wrapped no more, by their full names."""
-    wrapped: dict[Any, tuple[str, ...]] = {
-        torch_checkpoints: (*_HOOKS, "CheckpointFunction.forward"),
-        megatron_checkpoints: ("CheckpointFunction.forward",),
-    }
+    wrapped: list[tuple[Any, str, tuple[str, ...]]] = [
+        (torch_checkpoints, "CheckpointFunction", _HOOKS),
+        (megatron_checkpoints, "CheckpointFunction", ()),
+    ]
     transformer_engine = sys.modules.get(_TRANSFORMER_ENGINE)
     if transformer_engine is not None and hasattr(transformer_engine, _TAPE):
-        wrapped[transformer_engine] = (*_HOOKS, "_CheckpointFunction.forward")
-    return [
-        f"{module.__name__}.{name}"
-        for module, names in wrapped.items()
-        for name in names
-        if not hasattr(reduce(_attribute, name.split("."), module), _TAPE)
-    ]
-
-
-def _attribute(owner: Any, name: str) -> Any:
-    return getattr(owner, name, None)
+        wrapped.append((transformer_engine, "_CheckpointFunction", _HOOKS))
+    names: list[str] = []
+    for module, function, hooks in wrapped:
+        now = {name: getattr(module, name, None) for name in hooks}
+        now[f"{function}.forward"] = getattr(getattr(module, function, None), "forward", None)
+        names += [f"{module.__name__}.{name}" for name, each in now.items() if not hasattr(each, _TAPE)]
+    return names
 
 
 def misses_transformer_engine() -> bool:

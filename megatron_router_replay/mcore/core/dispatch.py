@@ -47,27 +47,29 @@ def identity_of(tensor: Tensor) -> TensorIdentity:
     )
 
 
-def is_same(entering: Tensor, identity: TensorIdentity) -> bool:
-    """Return whether a tensor is that one, or the same memory read alike."""
-    tensor, storage, address, shape, stride, dtype, _ = identity
-    if entering.data_ptr() != address:
-        return False
+def change_of(entering: Tensor, identity: TensorIdentity) -> str | None:
+    """Return the words for a tensor that is not the one which left its router, or was written to since; None: neither."""
+    tensor, storage, address, shape, stride, dtype, version = identity
     # Not the tensors alone, because autograd hands on aliases where a module has a full backward hook. While a storage
     # lives, no different tensor can have its address.
-    return entering is tensor() or (
-        entering.untyped_storage() is storage()
-        and entering.shape == shape
-        and entering.stride() == stride
-        and entering.dtype is dtype
+    is_same = entering.data_ptr() == address and (
+        entering is tensor()
+        or (
+            entering.untyped_storage() is storage()
+            and entering.shape == shape
+            and entering.stride() == stride
+            and entering.dtype is dtype
+        )
     )
+    if not is_same:
+        return "a different tensor"
+    is_unwritten = entering._version == version if isinstance(version, int) else has_values(entering, version)
+    return None if is_unwritten else "written in place"
 
 
-def is_unwritten(entering: Tensor, identity: TensorIdentity) -> bool:
-    """Return whether the same tensor was not written to since; on a CUDA device an assertion follows instead."""
-    version = identity[-1]
-    if isinstance(version, int):
-        return entering._version == version
-    same = (entering == version).all()
+def has_values(entering: Tensor, values: Tensor) -> bool:
+    """Return whether an inference tensor still has its values; on a CUDA device an assertion follows instead."""
+    same = (entering == values).all()
     if same.device.type == "cpu":
         return bool(same)
     torch._assert_async(same, "a routing map or probabilities were written to between a router and its dispatcher")
@@ -92,6 +94,9 @@ thread = _Thread()
 held_routers: WeakSet[Any] = WeakSet()
 """Routers with a source: only the outputs of their routing may enter their dispatchers."""
 
+compared_routers: WeakSet[Any] = WeakSet()
+"""Routers that ever had a source and a token dispatcher, whose outputs are compared."""
+
 _router_of: WeakKeyDictionary[Any, weakref.ref[Any]] = WeakKeyDictionary()
 """Token dispatcher -> the router of its layer."""
 
@@ -100,6 +105,7 @@ def check_dispatchers(router: Any, dispatchers: Iterable[Any]) -> None:
     """Compare what these dispatchers get with what leaves the router, from now on."""
     for dispatcher in dispatchers:
         _router_of[dispatcher] = weakref.ref(router)
+        compared_routers.add(router)
         kind = type(dispatcher)
         # The class, because torch.compile may have traced the method of an object. Megatron-Core pads maps inside of it.
         if not hasattr(vars(kind).get(DISPATCH_METHOD), "checks_dispatch"):
@@ -140,10 +146,9 @@ def _check(dispatcher: Any, routing_map: Tensor, probs: Tensor) -> None:
             )
         return
     for entering, identity in ((routing_map, outputs.routing_map), (probs, outputs.probs)):
-        if identity is not None and not (is_same(entering, identity) and is_unwritten(entering, identity)):
+        if identity is not None and (change := change_of(entering, identity)) is not None:
             what = "another routing map" if entering is routing_map else "other probabilities"
             raise ReplayStateError(
-                f"MRR415: {tape.layer_of(router)}: its token dispatcher got {what} than left the router"
-                f"{' (written in place)' if is_same(entering, identity) else ''}. A hook, wrapper or module between the two "
-                "may read both tensors; it must hand them on, and not change or copy them."
+                f"MRR415: {tape.layer_of(router)}: its token dispatcher got {what} than left the router ({change}). A hook, "
+                "wrapper or module between the two may read both tensors; it must hand them on, and not change or copy them."
             )

@@ -25,7 +25,7 @@ Source: Megatron-Core 0.16.1 to 0.19.2, router.TopKRouter.routing and moe_utils.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -38,7 +38,7 @@ from torch._compile import _disable_dynamo
 
 from megatron_router_replay.errors import ReplayStateError, UnsupportedRouterError
 from megatron_router_replay.mcore.core import checkpoints, dispatch, tape
-from megatron_router_replay.mcore.core.call import RoutingCall, RoutingSource, count_wrong, current
+from megatron_router_replay.mcore.core.call import ExpertSource, RoutingCall, RoutingSource, count_wrong, current
 from megatron_router_replay.mcore.core.tape import Entry
 from megatron_router_replay.mcore.model.support import is_hashed
 from megatron_router_replay.mcore.model.upstream import (
@@ -101,11 +101,11 @@ def sources_of(router: Any) -> list[RoutingSource]:
     return list(_sources.get(router, ()))
 
 
-def routing_call(router: Any, sources: Sequence[RoutingSource], shape: torch.Size) -> tuple[RoutingCall | None, bool]:
+def routing_call(router: Any, source: ExpertSource | None, shape: torch.Size) -> tuple[RoutingCall | None, bool]:
     """Return the state of a router's call, from the first line of this module's docstring that applies.
 
     Args:
-        sources: of the router, the innermost last.
+        source: of the router: its innermost session's, or the RouterReplay that drives it; None: it has none.
         shape: of its tokens, [s, b].
 
     Returns:
@@ -115,29 +115,27 @@ def routing_call(router: Any, sources: Sequence[RoutingSource], shape: torch.Siz
         ReplayStateError: it repeats a forward without a tape, or a forward without a session.
     """
     run, repeats, is_written = tape.checkpoint_state()
-    driver = driver_of(router)
-    if driver is not None and not sources:
-        sources = (driver,)
-        _sources.setdefault(router, [])
-    if run is not None or (sources and not (driver is not None and driver.may_be_captured and not is_written)):
-        check_runs_python(router)  # a recompute that is traced would keep the entry of this one
+    if run is not None or source is not None:
+        # A graph would keep the entry of this recompute, or the experts that go on a tape.
+        check_runs_python(router, source if run is None and not is_written else None)
     if run is not None:
         entry = run.next(router)
-        if driver is not None:
-            driver.drop_announced()
+        driver = getattr(router, REPLAY_ARGUMENT, router)
+        if getattr(driver, "_announces_recomputes", False):
+            del driver.replay_backward_list[:1]  # its target: the tape has the experts
         if entry.topk_indices is not None:
             entry.counter.recomputes += 1
             if entry.counter.counts_flips:
                 num_rows = entry.topk_indices.shape[0]
                 entry.counter.recomputed += num_rows
             return RoutingCall(router, entry.counter, recompute_of=entry, in_order=entry.in_order), is_written
-        if sources:
+        if source is not None:
             raise ReplayStateError(
                 f"MRR412: {tape.layer_of(router)} is recomputed in a session, but its forward ran before the session, "
                 "live or with an action: run that backward before the session begins."
             )
-    elif repeats and not (driver is not None and driver.announces_recomputes):
-        if sources:
+    elif repeats and not (source is not None and source._announces_recomputes):
+        if source is not None:
             check_installed()  # a checkpoint that was replaced since the session began leaves no tape
         # With or without a session: no number of autograd shows reliably whether this forward ran under an earlier one.
         raise ReplayStateError(
@@ -146,15 +144,15 @@ def routing_call(router: Any, sources: Sequence[RoutingSource], shape: torch.Siz
             "known). If your own autograd function runs the model again, name its runs with mcore.Tape, or announce them "
             "with REPLAY_BACKWARD; if no session is needed any more, uninstall() lets the model train without one."
         )
-    elif sources:
+    elif source is not None:
         if tape.open_runs and not (is_written or repeats):
             check_thread(router)
-        if sources[-1] is not driver and getattr(router, REPLAY_ARGUMENT, None) is not None:
+        driver = getattr(router, REPLAY_ARGUMENT, None)
+        if driver is not None and driver is not source:
             check_not_driven(router)
-        counter, microbatch = sources[-1]._routing_state(router, shape)
+        counter, microbatch = source._routing_state(router, shape)
         if microbatch is not None or is_written or counter.verify:
-            call = RoutingCall(router, counter, source=sources[-1], microbatch=microbatch, is_written=is_written)
-            return call, is_written
+            return RoutingCall(router, counter, source=source, microbatch=microbatch, is_written=is_written), is_written
         counter.forwards += 1  # live, and no recompute follows
     else:
         _count_unregistered(router)
@@ -165,10 +163,11 @@ def driver_of(router: Any) -> Any:
     """Return the RouterReplay that drives a router: its own, if that is ours and has an action; None: there is none.
 
     Args:
-        router: a TopKRouter, or a RouterReplay that is called without one.
+        router: a TopKRouter, or a RouterReplay itself.
     """
     replay = getattr(router, REPLAY_ARGUMENT, router)
-    return replay if getattr(replay, "is_driven", False) and not is_hashed(router) else None
+    # Only ours has this attribute.
+    return None if getattr(replay, "_action", None) is None or is_hashed(router) else replay
 
 
 def check_thread(router: Any) -> None:
@@ -204,11 +203,12 @@ def check_not_driven(router: Any) -> None:
         )
 
 
-def check_runs_python(caller: Any) -> None:
+def check_runs_python(caller: Any, source: ExpertSource | None = None) -> None:
     """Raise if this call becomes part of a graph that runs again without Python, with the routes of this run.
 
     Args:
         caller: a router, or words that name it.
+        source: of the experts of a forward that no tape keeps; a graph may have the calls of some. None: it may not.
 
     Raises:
         ReplayStateError: a CUDA graph is captured; make_fx, torch.export or torch.jit.trace traces; compiled autograd is on.
@@ -226,7 +226,7 @@ def check_runs_python(caller: Any) -> None:
         or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
     ):
         reason = " is captured into a graph, which would repeat the routes of the capture. Leave routers out of graphs"
-    if reason:
+    if reason and not (source is not None and source._may_be_captured):
         name = caller if isinstance(caller, str) else tape.layer_of(caller)
         raise ReplayStateError(f"MRR416: {name}{reason}.")
 
@@ -259,24 +259,27 @@ def install() -> None:
     tape.before_run = check_routing
 
 
-def _wraps_routing() -> bool:
-    return hasattr(TopKRouter.routing, "is_hook") and is_hook(getattr(router_module, TOPK_FUNCTION))
+def _replaced() -> list[str]:
+    """Return the functions of the router's module that are hooked no more."""
+    # `functools.wraps` copies the mark to a wrapper: one around the method is legal, the top-k must be the hook itself.
+    routing = [] if hasattr(TopKRouter.routing, "is_hook") else ["TopKRouter.routing"]
+    return routing if is_hook(getattr(router_module, TOPK_FUNCTION)) else [*routing, f"router.{TOPK_FUNCTION}"]
 
 
 def check_routing() -> None:
     """Raise if routers no longer pass the hooks; runs of checkpoints and rows by hand check no more, for they are many."""
-    if not _wraps_routing() and (dispatch.held_routers or _any_driven()):
+    if _replaced() and (dispatch.held_routers or _any_driven()):
         check_installed()
 
 
 def _any_driven() -> bool:
     """Return whether a RouterReplay of ours has an action; a fused router without the hook would not call it."""
-    return any(getattr(each, "is_driven", False) for each in RouterReplay.global_router_replay_instances)
+    return any(driver_of(each) is not None for each in RouterReplay.global_router_replay_instances)
 
 
 def is_installed() -> bool:
     """Return whether `install` would change nothing."""
-    return _wraps_routing() and not checkpoints.replaced() and not checkpoints.misses_transformer_engine()
+    return not (_replaced() or checkpoints.replaced() or checkpoints.misses_transformer_engine())
 
 
 def check_installed() -> None:
@@ -285,12 +288,7 @@ def check_installed() -> None:
     Raises:
         ReplayStateError: names the replaced functions.
     """
-    replaced = []
-    if not hasattr(TopKRouter.routing, "is_hook"):
-        replaced.append("TopKRouter.routing")
-    if not is_hook(getattr(router_module, TOPK_FUNCTION)):
-        replaced.append(f"router.{TOPK_FUNCTION}")
-    replaced += checkpoints.replaced()
+    replaced = _replaced() + checkpoints.replaced()
     if replaced:
         raise ReplayStateError(
             f"MRR415: {' and '.join(replaced)} was replaced during a session, which no longer gives routers "
@@ -302,13 +300,15 @@ def _routing_hook(original: Any) -> Any:
     @_disable_dynamo
     def routing(self: Any, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         sources = _sources.get(self)
-        if sources is None and driver_of(self) is None:
-            _count_unregistered(self)
-            return cast("tuple[Tensor, Tensor]", original(self, logits, *args, **kwargs))
-        if not sources:
-            # The call before entered no dispatcher, if it was a recompute of the router alone, or failed after the routing.
-            dispatch.thread.outputs.pop(id(self), None)
-        call, is_written = routing_call(self, sources or (), logits.shape[:-1])
+        source: ExpertSource | None = sources[-1] if sources else driver_of(self)
+        if sources is None:
+            if source is None:
+                _count_unregistered(self)
+                return cast("tuple[Tensor, Tensor]", original(self, logits, *args, **kwargs))
+            _sources[self] = []
+        # The call before entered no dispatcher, if it was a recompute of the router alone, or failed after the routing.
+        dispatch.thread.outputs.pop(id(self), None)
+        call, is_written = routing_call(self, source, logits.shape[:-1])
         outer, current.call = current.call, call
         try:
             probs, routing_map = original(self, logits, *args, **kwargs)
@@ -331,7 +331,7 @@ def _routing_hook(original: Any) -> Any:
         if call is not None and call.source is not None:
             call.counter.forwards += 1
             call.source._on_routed(call)
-        if sources or call is not None:
+        if (source is not None or call is not None) and self in dispatch.compared_routers:
             try:
                 # A subclass that called this may change the probabilities; its map must enter the dispatcher as it is.
                 is_last = type(self).routing is TopKRouter.routing

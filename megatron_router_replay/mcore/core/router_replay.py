@@ -150,7 +150,7 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
             values, indices = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
             return values, indices
         hooks.check_installed()
-        call, is_written = hooks.routing_call(self, (), scores.shape[:1])
+        call, is_written = hooks.routing_call(self, self, scores.shape[:1])
         assert call is not None, "it has an action"
         routed = call.get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
         if is_written:
@@ -161,30 +161,14 @@ class RouterReplay(upstream.RouterReplay):  # type: ignore[misc]
 
     # ---- calls of its router, see `ExpertSource` and `hooks`
     @property
-    def is_driven(self) -> bool:
-        """Return whether an action is set."""
-        return self._action is not None
-
-    @property
-    def may_be_captured(self) -> bool:
-        """Return whether a graph may have its calls.
-
-        A static buffer has the same address in every run.
-        """
-        return self._action is RouterReplayAction.RECORD and self.static_buffer is not None
-
-    @property
-    def announces_recomputes(self) -> bool:
+    def _announces_recomputes(self) -> bool:
         """Return whether a call in a backward takes the next target of the list."""
         return self._action is RouterReplayAction.REPLAY_BACKWARD
 
-    def drop_announced(self) -> None:
-        """Take the target of an announced recompute off the list.
-
-        The tape has the experts of its forward.
-        """
-        if self.announces_recomputes and self.replay_backward_list:
-            self.replay_backward_list.pop(0)
+    @property
+    def _may_be_captured(self) -> bool:
+        """Return whether a graph may have its calls: a static buffer has the same address in every run."""
+        return self._action is RouterReplayAction.RECORD and self.static_buffer is not None
 
     def _routing_state(self, router: Any, shape: torch.Size) -> tuple[RouterCounts, Any]:
         """Check a router's settings before its first call; this object is the micro-batch as well.

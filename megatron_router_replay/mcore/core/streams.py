@@ -56,5 +56,6 @@ def to_host(values: Sequence[Tensor | None]) -> list[Any]:
             own = copied[at : at + each.numel()].view(each.shape)
             at += each.numel()
         # Also a mask that was copied among integers, because ~1 is true.
-        found.append(own.to(torch.bool if each.dtype is torch.bool else torch.int64).numpy())
+        dtype = torch.bool if each.dtype is torch.bool else torch.int64
+        found.append((own if own.dtype is dtype else own.to(dtype)).numpy())
     return found

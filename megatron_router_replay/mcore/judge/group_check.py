@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -69,7 +69,7 @@ class GroupCheck:
                 self._store.delete_key(self._keys.over.pop())
 
     def fail(self) -> None:
-        """Publish that this rank left its session by an exception. Later calls of `fail` or `finish` are no-ops."""
+        """Publish that this rank left its session by an exception, in place of `finish`; once, and not after `finish`."""
         if self._published:
             return
         try:
@@ -131,8 +131,7 @@ def _published(summary: RankSummary | None) -> Any:
     """Return a summary as JSON values, None if the rank failed; `_read` is the inverse."""
     if summary is None:
         return None
-    agreement = None if summary.agreement is None else summary.agreement.published()
-    return summary._replace(counts=astuple(summary.counts), agreement=agreement)  # type: ignore[arg-type]
+    return summary._replace(agreement=None if summary.agreement is None else summary.agreement.published())
 
 
 def _read(values: Any) -> RankSummary | None:
@@ -140,4 +139,4 @@ def _read(values: Any) -> RankSummary | None:
         return None
     summary = RankSummary(*values)
     agreement = None if summary.agreement is None else RankAgreement.of_json(summary.agreement)
-    return summary._replace(counts=ForwardCounts(*summary.counts), agreement=agreement)  # type: ignore[misc]
+    return summary._replace(counts=ForwardCounts(*summary.counts), agreement=agreement)

@@ -48,7 +48,7 @@ class Decisions(TypedDict, total=False):
 class SessionReport:
     """Counts of a session on this rank, or after `reduce` on several.
 
-    A count that was not taken is None.
+    A count that this kind of session does not take is 0, and not among its metrics.
 
     Args:
         kind: "replay", "record" or "freeze_recompute".

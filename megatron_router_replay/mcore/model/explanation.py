@@ -10,7 +10,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import nn
 
 from megatron_router_replay.errors import listed
-from megatron_router_replay.mcore.model.find import as_chunks, find_routers, walk
+from megatron_router_replay.mcore.model.find import as_chunks, walk
 from megatron_router_replay.mcore.model.support import find_indexers, is_hashed, refusals_of
 from megatron_router_replay.mcore.model.upstream import check_version
 
@@ -107,9 +107,8 @@ def explain(model_chunks: nn.Module | Sequence[nn.Module]) -> Explanation:
         UnsupportedRouterError: this Megatron-Core has no way to replay at all.
     """
     check_version()
-    chunks = as_chunks(model_chunks)
-    walks = list(map(walk, chunks))
-    found = [(index, each) for index, chunk in enumerate(chunks) for each in find_routers(chunk, walks[index])]
+    walks = [walk(chunk) for chunk in as_chunks(model_chunks)]
+    found = [(index, each) for index, walked in enumerate(walks) for each in walked.routers]
     reasons = refusals_of([router for _, router in found])
     explanation = Explanation(
         RouterSupport(

@@ -69,18 +69,18 @@ def as_chunks(model_chunks: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     return chunks
 
 
-def check_has_experts(modules: Sequence[nn.Module], found: Sequence[Sequence[FoundRouter]]) -> None:
-    """Raise for a module that cannot have routers; a pipeline stage of an MoE model may rightly have none.
+def check_has_experts(walks: Sequence[WalkedChunk]) -> None:
+    """Raise for a chunk that cannot have routers; a pipeline stage of an MoE model may rightly have none.
 
     Raises:
-        LayoutError: a module has no router, and its config has no experts (or it has no config).
+        LayoutError: a chunk has no router, and its config has no experts (or it has no config).
     """
-    for module, routers in zip(modules, found):
-        config = getattr(unwrap(module), "config", None)
-        if not routers and not getattr(config, "num_moe_experts", None):
+    for walked in walks:
+        config = getattr(walked.model, "config", None)
+        if not walked.routers and not getattr(config, "num_moe_experts", None):
             missing = "it has no config" if config is None else "its config has num_moe_experts=None"
             raise LayoutError(
-                f"MRR403: {type(unwrap(module)).__name__} is no Megatron-Core model with experts: it has no router, "
+                f"MRR403: {type(walked.model).__name__} is no Megatron-Core model with experts: it has no router, "
                 f"and {missing}. Pass the model, or the list of its chunks on this rank."
             )
 
@@ -151,17 +151,17 @@ def _check_one_language_model(model: nn.Module) -> None:
         )
 
 
-def check_whole_pipeline(modules: Sequence[nn.Module]) -> None:
+def check_whole_pipeline(walks: Sequence[WalkedChunk]) -> None:
     """Raise unless all virtual pipeline stages of this rank are there.
 
     Raises:
         LayoutError: some chunks of a virtual pipeline are missing; their routers would run live, in silence.
     """
-    for module in modules:
-        size = getattr(getattr(unwrap(module), "config", None), "virtual_pipeline_model_parallel_size", None) or 1
-        if len(modules) < size:
+    for walked in walks:
+        size = getattr(getattr(walked.model, "config", None), "virtual_pipeline_model_parallel_size", None) or 1
+        if len(walks) < size:
             raise LayoutError(
-                f"MRR403: {len(modules)} model chunks were given, but this rank has {size} "
+                f"MRR403: {len(walks)} model chunks were given, but this rank has {size} "
                 "(virtual_pipeline_model_parallel_size): pass the whole list of chunks, as get_model returns it, not "
                 "model[0]."
             )
@@ -182,18 +182,49 @@ class WalkedModule(NamedTuple):
     is_graphed: bool = False
 
 
-Walk = Sequence[WalkedModule]
-"""Every module of a chunk once. A model has thousands, so a session walks once where it opens and once where it closes."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WalkedChunk:
+    """A model chunk with all of its modules.
+
+    A model has thousands, so a session walks once where it opens and once where it closes.
+
+    Args:
+        levels: the chunk as it was given, and the models that it wraps, outermost first.
+        model: the innermost of them.
+        modules: every module of the model once, in the order of named_modules().
+        routers: ordered by layer number.
+    """
+
+    levels: Sequence[nn.Module]
+    model: nn.Module
+    modules: Sequence[WalkedModule]
+    routers: Sequence[FoundRouter]
 
 
-def walk(chunk: nn.Module) -> Walk:
-    """Return every module of the innermost model, in the order of named_modules().
+def walk(chunk: nn.Module) -> WalkedChunk:
+    """Return a chunk with its modules and routers.
+
+    Raises:
+        LayoutError: two routers have the same layer number, as those of two language models, or a router has none.
+    """
+    levels = wrappers(chunk)
+    modules = _modules_of(levels[-1])
+    return WalkedChunk(levels=levels, model=levels[-1], modules=modules, routers=_routers_of(levels[-1], modules))
+
+
+def find_routers(chunk: nn.Module) -> Sequence[FoundRouter]:
+    """Return the chunk's routers, see `WalkedChunk`."""
+    return walk(chunk).routers
+
+
+def _modules_of(model: nn.Module) -> list[WalkedModule]:
+    """Return every module of a model.
 
     Source: Megatron-Core 0.16.1 to 0.19.2, TransformerLayer.create_mcore_cudagraph_manager: with cuda_graph_impl="local" and
     "attn" among the captured parts, a layer that has attention and experts, as all of a GPT model, is captured as a whole.
     """
     placed: dict[int, WalkedModule] = {}
-    ahead: list[WalkedModule] = [WalkedModule("", unwrap(chunk))]
+    ahead: list[WalkedModule] = [WalkedModule("", model)]
     while ahead:
         path, module, mtp_layer, is_graphed = ahead.pop()
         if id(module) in placed:
@@ -211,20 +242,11 @@ def walk(chunk: nn.Module) -> Walk:
     return list(placed.values())
 
 
-def find_routers(chunk: nn.Module, walked: Walk | None = None) -> list[FoundRouter]:
-    """Return the chunk's routers, ordered by layer number.
-
-    Args:
-        walked: its modules, where the caller has them.
-
-    Raises:
-        LayoutError: two routers have the same layer number, as those of two language models, or a router has none.
-    """
-    model = unwrap(chunk)
+def _routers_of(model: nn.Module, modules: Sequence[WalkedModule]) -> list[FoundRouter]:
     routers: dict[int, Any] = {}
     dispatchers: dict[int, list[Any]] = {}
     places: dict[int, WalkedModule] = {}
-    for place in walk(chunk) if walked is None else walked:
+    for place in modules:
         module: Any = place.module
         places[id(module)] = place
         if isinstance(module, BaseMoELayer):

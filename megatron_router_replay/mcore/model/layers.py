@@ -11,14 +11,12 @@ from torch import nn
 from megatron_router_replay.engines.model_info import ModelRoutingInfo
 from megatron_router_replay.errors import LayoutError, TraceError
 from megatron_router_replay.mcore.model.find import (
-    Walk,
+    WalkedChunk,
     as_chunks,
     check_has_experts,
-    find_routers,
     main_pattern,
     mtp_pattern,
     num_decoder_layers,
-    unwrap,
     walk,
 )
 from megatron_router_replay.mcore.model.support import is_hashed
@@ -41,13 +39,14 @@ def layer_numbers_of(model_chunks: nn.Module | Sequence[nn.Module]) -> tuple[int
     Source: Megatron-Core 0.16.1 to 0.19.2, HybridModel (MambaModel before 0.18): the symbols of its pattern, E routes; all
     other models, gpt_layer_specs.get_gpt_decoder_layer_specs: moe_layer_freq.
     """
-    chunks = as_chunks(model_chunks)
-    numbers = _moe_layers(unwrap(chunks[0]))
+    return _layer_numbers([walk(chunk) for chunk in as_chunks(model_chunks)])
+
+
+def _layer_numbers(walks: Sequence[WalkedChunk]) -> tuple[int, ...]:
+    numbers = _moe_layers(walks[0].model)
     # The config is compared with the built layers, because a spec of the user's own may not follow it.
-    walks = list(map(walk, chunks))
-    routers = [found for chunk, walked in zip(chunks, walks) for found in find_routers(chunk, walked)]
-    here = {found.layer_number for found in routers if not found.is_mtp}
-    built = {number for chunk, walked in zip(chunks, walks) for number in _decoder_layers(unwrap(chunk), walked)}
+    here = {found.layer_number for walked in walks for found in walked.routers if not found.is_mtp}
+    built = {number for walked in walks for number in _decoder_layers(walked)}
     if here != built & set(numbers):
         raise LayoutError(
             f"MRR411: by its config, the model's layers {list(numbers)} route, but of this rank's layers {sorted(built)} "
@@ -65,58 +64,49 @@ def routing_info(model_chunks: nn.Module | Sequence[nn.Module]) -> ModelRoutingI
     Raises:
         LayoutError: as `layer_numbers_of`; or the model has no experts.
     """
-    chunks = as_chunks(model_chunks)
-    check_has_experts(chunks, [find_routers(chunk) for chunk in chunks])
-    numbers = layer_numbers_of(chunks)
-    model = unwrap(chunks[0])
+    walks = [walk(chunk) for chunk in as_chunks(model_chunks)]
+    check_has_experts(walks)
+    model = walks[0].model
     config: Any = model.config
     return ModelRoutingInfo(
         num_layers=num_decoder_layers(model),
-        moe_layer_numbers=numbers,
+        moe_layer_numbers=_layer_numbers(walks),
         num_experts=config.num_moe_experts,
         topk=config.moe_router_topk,
     )
 
 
-def check_trace_layers(
-    layer_numbers: Sequence[int],
-    model_chunks: nn.Module | Sequence[nn.Module],
-    *,
-    walks: Sequence[Walk] | None = None,
-) -> None:
+def check_trace_layers(layer_numbers: Sequence[int], walks: Sequence[WalkedChunk]) -> None:
     """Raise unless a trace's layers can be those of the model: routes for each of its routers, none for anything else.
 
     Multi-token-prediction layers, and layers that a table of token ids routes, need none; the trace may have them.
 
     Args:
         layer_numbers: of the trace.
-        model_chunks: the model or its chunks on this rank.
-        walks: the modules of each chunk, where the caller has them.
+        walks: the chunks on this rank.
 
     Raises:
         TraceError: a router of this rank has no routes, a layer of this rank with routes is dense, or there are routes for a
             layer after the model's last one.
     """
-    chunks = as_chunks(model_chunks)
-    model = unwrap(chunks[0])
+    model = walks[0].model
     trace_layers = set(layer_numbers)
-    walks = list(map(walk, chunks)) if walks is None else walks
-    routers = [found for chunk, walked in zip(chunks, walks) for found in find_routers(chunk, walked)]
+    routers = [found for walked in walks for found in walked.routers]
     for found in routers:
         needs_routes = not (found.is_mtp or is_hashed(found.router))
         if needs_routes and found.layer_number not in trace_layers:
             raise TraceError(
                 f"MRR405: {found} has no routes: the trace has layers {sorted(trace_layers)}. Layer numbers are Megatron's, "
-                f"from 1, and count dense layers too.{_how_to_renumber(layer_numbers, chunks)}"
+                f"from 1, and count dense layers too.{_how_to_renumber(layer_numbers, walks)}"
             )
     decoder = num_decoder_layers(model)
     elsewhere = trace_layers - {found.layer_number for found in routers}  # on another pipeline stage, or nowhere
-    built = {number for chunk, walked in zip(chunks, walks) for number in _decoder_layers(unwrap(chunk), walked)}
+    built = {number for walked in walks for number in _decoder_layers(walked)}
     dense = sorted(elsewhere & built)
     if dense:
         raise TraceError(
             f"MRR405: the trace has routes for layer {dense[0]}, but that layer of the model is dense: it is of "
-            f"another model, or its layers are shifted.{_how_to_renumber(layer_numbers, chunks)}"
+            f"another model, or its layers are shifted.{_how_to_renumber(layer_numbers, walks)}"
         )
     # After the decoder's numbers come those of the multi-token-prediction block, as `find_routers` counts them.
     config: Any = getattr(model, "config", None)
@@ -129,10 +119,10 @@ def check_trace_layers(
         )
 
 
-def _how_to_renumber(layer_numbers: Sequence[int], chunks: Sequence[nn.Module]) -> str:
+def _how_to_renumber(layer_numbers: Sequence[int], walks: Sequence[WalkedChunk]) -> str:
     """Return what to do if trace and model have equally many MoE layers and number them differently; else nothing."""
     try:
-        numbers = layer_numbers_of(chunks)
+        numbers = _layer_numbers(walks)
     except LayoutError:
         return ""
     if len(numbers) != len(layer_numbers) or tuple(layer_numbers) == numbers:
@@ -157,14 +147,14 @@ def _moe_layers(model: nn.Module) -> tuple[int, ...]:
     return tuple(i + 1 for i, is_moe in enumerate(routes) if is_moe)
 
 
-def _decoder_layers(model: nn.Module, walked: Walk) -> set[int]:
+def _decoder_layers(walked: WalkedChunk) -> set[int]:
     """Return the numbers of the layers that this rank has, of any kind, without MTP layers and layers of a vision tower."""
     # A hybrid model's other kinds of layers, Mamba's for one, are no TransformerLayer.
-    layers: list[Any] = [*getattr(getattr(model, "decoder", None), "layers", ())]
-    size = _decoder_size(model)
+    layers: list[Any] = [*getattr(getattr(walked.model, "decoder", None), "layers", ())]
+    size = _decoder_size(walked.model)
     layers += [
         each.module
-        for each in walked
+        for each in walked.modules
         if isinstance(each.module, TransformerLayer) and each.mtp_layer is None and _decoder_size(each.module) == size
     ]
     return {layer.layer_number for layer in layers if hasattr(layer, "layer_number")}

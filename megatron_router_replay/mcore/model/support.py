@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron_router_replay.checks import warn
 from megatron_router_replay.errors import UnsupportedRouterError, listed
-from megatron_router_replay.mcore.model.find import FoundRouter, Walk
+from megatron_router_replay.mcore.model.find import FoundRouter, WalkedChunk
 from megatron_router_replay.mcore.model.upstream import (
     INFERENCE_ROUTERS,
     TESTED,
@@ -159,11 +159,11 @@ def takes_topk_again(config: Any) -> bool:
 
 
 # ---- sparse attention
-def find_indexers(walks: Sequence[Walk]) -> list[str]:
+def find_indexers(walks: Sequence[WalkedChunk]) -> list[str]:
     """Return the names of layers that attend to positions which an indexer chooses, in order.
 
     Args:
-        walks: the modules of each chunk.
+        walks: the chunks on this rank.
 
     Source: Megatron-Core 0.16.1 to 0.19.2, experimental_attention_variant.dsa: DSAttention has a DSAIndexer, or shares the
     positions of an earlier layer's.
@@ -171,7 +171,7 @@ def find_indexers(walks: Sequence[Walk]) -> list[str]:
     names = []
     for walked in walks:
         paths = set()
-        for path, module, mtp_layer, _ in walked:
+        for path, module, mtp_layer, _ in walked.modules:
             # By name, because importing `dsa` takes seconds. An indexer inside such an attention is not named again.
             is_sparse = any(kind.__name__.endswith(("DSAttention", "Indexer")) for kind in type(module).__mro__)
             if is_sparse and path.rpartition(".")[0] not in paths:

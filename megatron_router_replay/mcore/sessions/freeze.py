@@ -52,7 +52,7 @@ class FrozenRouters:
     """
 
     kind = "freeze_recompute"
-    _takes_microbatches = False
+    _takes_microbatches = _announces_recomputes = _may_be_captured = False
     had_inner = False  # since `log_every` logged a line
 
     def __init__(self, routers: SessionRouters) -> None:

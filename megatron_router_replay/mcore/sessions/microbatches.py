@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 from zlib import crc32
 
@@ -55,6 +55,7 @@ class Microbatches(ABC):
     kind: str
     agreement: Agreement | None = None
     _takes_microbatches = True
+    _announces_recomputes = _may_be_captured = False
     had_inner = False  # and never has: only a freeze may surround a session
 
     def __init__(self, routers: SessionRouters, chunks: list[Chunk], group_check: GroupCheck) -> None:
@@ -63,7 +64,9 @@ class Microbatches(ABC):
         self.result: GroupResult | None = None
         self._states, self._modules, self._rank = routers.states, routers.modules, routers.rank
         # By id, because the session keeps the modules alive; None: none of the module's routers replays.
-        self._chunk_of: dict[int, Chunk | None] = dict.fromkeys(id(each) for m in self._modules for each in wrappers(m))
+        self._chunk_of: dict[int, Chunk | None] = dict.fromkeys(
+            id(level) for walked in routers.walks for level in walked.levels
+        )
         self._chunk_of |= {id(level): chunk for chunk in chunks for level in chunk.levels}
         self._unregistered_forwards = 0  # when the session began
         self._stage = chunks[0].stage if chunks else None
@@ -253,7 +256,7 @@ class Microbatches(ABC):
         return replace(
             report,
             counted_at=first,
-            **asdict(ForwardCounts.total(chunk.counts for chunk in chunks)),
+            **ForwardCounts.total(chunk.counts for chunk in chunks)._asdict(),
             agreement=None if agreement is None else agreement.report(),
             wrong_rows=None
             if agreement is None or self.result is None
@@ -311,7 +314,7 @@ def make_chunks(routers: SessionRouters, missing: str) -> list[Chunk]:
     """
     chunks: list[Chunk] = []
     seen: dict[Any, tuple[int, FoundRouter]] = {}
-    for index, (module, found) in enumerate(zip(routers.modules, routers.found)):
+    for index, (walked, found) in enumerate(zip(routers.walks, routers.found)):
         for each in found:
             first_index, first = seen.setdefault(each.router, (index, each))
             if first_index != index:
@@ -323,7 +326,7 @@ def make_chunks(routers: SessionRouters, missing: str) -> list[Chunk]:
         replayed = [each for each in found if not each.is_mtp]
         if not replayed:
             continue
-        chunks.append(Chunk(index, module, replayed, rank=routers.rank, missing=missing))
+        chunks.append(Chunk(index, walked.levels, replayed, rank=routers.rank, missing=missing))
         for position, each in enumerate(replayed):
             state = routers.states[each.router]
             state.chunk, state.position = chunks[-1], position

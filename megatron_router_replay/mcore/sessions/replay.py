@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -75,7 +74,7 @@ class TraceRoutes(Microbatches):
         for state in routers.states.values():
             if state.chunk is not None:
                 _check_model(trace, state)
-        check_trace_layers(trace.layer_numbers, routers.modules, walks=routers.walks)
+        check_trace_layers(trace.layer_numbers, routers.walks)
         # On the host, also of a trace on a GPU; its routes are gathered where they are.
         has_route, tokens = to_host([trace.replay_mask, trace.token_ids])
         self._has_route = None if has_route.all() else torch.from_numpy(has_route)
@@ -108,6 +107,7 @@ class TraceRoutes(Microbatches):
 
     def check_rows(self, chunk: Chunk, inputs: RowInputs) -> None:
         """Check rows that were given by hand, and count those that are repeated."""
+        self._trace.check_unchanged()  # a trainer may compute on it in place between two micro-batches
         check_padding(inputs)
         check_range(inputs, self._trace.num_tokens)
         # Not of rows that tokens found: the tokens of a batch may well contain a sample twice.
@@ -121,7 +121,6 @@ class TraceRoutes(Microbatches):
 
     def make_microbatch(self, chunk: Chunk, inputs: RowInputs) -> Microbatch:
         """Return the micro-batch that replays these rows of the trace, as this rank's routers see them."""
-        self._trace.check_unchanged()  # a trainer may compute on it in place between two micro-batches
         rows = inputs.rows
         # Of the whole batch, not of this rank's part: a fault in it raises on every rank.
         check_range(inputs, self._trace.num_tokens)
@@ -149,7 +148,7 @@ class TraceRoutes(Microbatches):
             microbatches=1, rows_replayed=num_replayed, rows_live=num_live, rows_padding=num_padding
         )
         if chunk.sequence_share[0]:  # sequence-parallel ranks get the same rows by hand: the first of them counts
-            counts = replace(counts, rows_repeated=0)
+            counts = counts._replace(rows_repeated=0)
         shape = rows.shape[0], rows.shape[1]
         return Microbatch(
             shape=chunk.router_shape(shape),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from megatron_router_replay.mcore.judge.report import Decisions, SessionReport
 from megatron_router_replay.mcore.model.find import (
     FoundRouter,
     Models,
-    Walk,
+    WalkedChunk,
     as_chunks,
     check_has_experts,
     check_whole_pipeline,
@@ -33,24 +33,20 @@ class RouterState:
 
     Args:
         found: the router.
+        router_class: of the router as the session found it.
         counter: counts of the session and this router.
         chunk_index: which chunk of the session has it.
         chunk: it routes the micro-batches of this one; None: it is live, and frozen in recomputes.
         position: its place among the routers of that chunk which route micro-batches.
 
-    Attributes:
-        router_class: of the router as the session found it.
     """
 
     found: FoundRouter
+    router_class: type
     counter: RouterCounts
     chunk_index: int
     chunk: Chunk | None = None
     position: int = -1
-    router_class: type = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.router_class = type(self.found.router)
 
 
 class SessionRouters:
@@ -65,7 +61,7 @@ class SessionRouters:
         modules: the chunks as the user gave them, with their wrappers.
         found: the routers of each chunk, without hash-routed ones, which are the model's own.
         states: the same, by router.
-        walks: of the modules, for checks while the session opens; empty after `register`.
+        walks: of the chunks, while the session opens; empty after `register`.
 
     Raises:
         UnsupportedRouterError, LayoutError: see `replay`.
@@ -85,13 +81,12 @@ class SessionRouters:
         self.modules = as_chunks(model_chunks)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         check_version()
-        self.walks: list[Walk] = list(map(walk, self.modules))
-        found = [find_routers(module, walked) for module, walked in zip(self.modules, self.walks)]
-        check_has_experts(self.modules, found)
-        check_whole_pipeline(self.modules)
+        self.walks: list[WalkedChunk] = list(map(walk, self.modules))
+        check_has_experts(self.walks)
+        check_whole_pipeline(self.walks)
         # Maps of a Megatron-Core that was never read are always verified.
-        verify = check_supported([router for routers in found for router in routers]) or verify
-        self.found = [[each for each in routers if not is_hashed(each.router)] for routers in found]
+        verify = check_supported([each for walked in self.walks for each in walked.routers]) or verify
+        self.found = [[each for each in walked.routers if not is_hashed(each.router)] for walked in self.walks]
         self.states: dict[Any, RouterState] = {}
         for index, routers in enumerate(self.found):
             for each in routers:
@@ -104,7 +99,7 @@ class SessionRouters:
                     topk_again=takes_topk_again(getattr(each.router, "config", None)),
                     dtype=index_dtype(each.router.num_experts),
                 )
-                self.states[each.router] = RouterState(each, counter, index)
+                self.states[each.router] = RouterState(each, type(each.router), counter, index)
         self._verifies = verify
         if verify:
             self._check_verifiable()

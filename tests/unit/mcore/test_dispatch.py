@@ -198,10 +198,10 @@ def test_a_write_to_an_inference_tensor_on_a_gpu_is_asserted_there():
     """The host does not wait to learn of it."""
     with torch.inference_mode():
         values = torch.tensor([1, 2])
-    identity = dispatch.identity_of(values)
-    assert dispatch.is_unwritten(on_a_gpu(values), identity)
+    *_, kept = dispatch.identity_of(values)
+    assert dispatch.has_values(on_a_gpu(values), kept)
     with pytest.raises(RuntimeError, match="written to between a router and its dispatcher"):
-        dispatch.is_unwritten(on_a_gpu(values + 1), identity)
+        dispatch.has_values(on_a_gpu(values + 1), kept)
 
 
 def test_memory_that_is_used_again_is_not_taken_for_the_map_that_was_there(monkeypatch):
@@ -280,6 +280,23 @@ def test_a_map_that_was_dispatched_before_is_none_of_the_next_forward():
         kept.remove()
         with pytest.raises(ReplayStateError, match=r"MRR415: layer 2: .* did not make for this router"):
             forward(chunk)
+
+
+def test_a_driven_router_is_compared_once_a_session_had_its_dispatcher():
+    """Before, no dispatcher knows its router, so nothing is kept for one."""
+    chunk = Chunk(num_layers=1)
+    (router,) = chunk.routers
+    router.router_replay = mrr.mcore.RouterReplay()
+    router.router_replay.set_router_replay_action(mrr.mcore.RouterReplayAction.RECORD)
+    hook(chunk.layers[0], rolled)
+    forward(chunk)
+    assert id(router) not in dispatch.thread.outputs
+    router.router_replay.clear_router_replay_action()
+    mrr.freeze_recompute(chunk).close(check=False)
+    router.router_replay.set_router_replay_action(mrr.mcore.RouterReplayAction.RECORD)
+    with pytest.raises(ReplayStateError, match="layer 1: its token dispatcher got another routing map"):
+        forward(chunk)
+    router.router_replay.clear_router_replay_action()
 
 
 def test_a_recompute_behind_its_session_is_compared_too():

@@ -166,14 +166,23 @@ def test_a_model_that_a_session_has_left_may_announce_its_own_recomputes(chunk):
     assert (num_recomputed(seen), wrong(seen), queued()) == (3, 0, [0] * 3)
 
 
-def test_a_driven_forward_whose_recompute_comes_inside_a_session_uses_its_tape(chunk):
+@pytest.mark.parametrize("action", [None, BACKWARD])
+def test_a_driven_forward_whose_recompute_comes_inside_a_session_uses_its_tape(chunk, action):
     with watched(chunk) as seen:
         loss = forward(chunk, 0)
+        RouterReplay.set_replay_data(routes(1))  # of a forward to come
         RouterReplay.clear_global_router_replay_action()
         with mrr.freeze_recompute(chunk):
+            if action is not None:
+                RouterReplay.set_global_router_replay_action(action)
             disturb(chunk)
             loss.backward()
     assert (num_recomputed(seen), wrong(seen)) == (3, 0)
+    # Else a recompute to come would get the target of another forward.
+    assert queued() == [1 if action is BACKWARD else 2] * 3
+    last = [replay.replay_backward_list[-1] for replay in RouterReplay.global_router_replay_instances]
+    assert all(map(torch.equal, last, routes(1)))
+    RouterReplay.clear_global_router_replay_action()
 
 
 def test_a_recorded_forward_is_frozen_in_its_recompute_too(chunk):

@@ -22,6 +22,7 @@ from megatron_router_replay.mcore.model.find import (
     mtp_pattern,
     num_decoder_layers,
     unwrap,
+    walk,
     wrappers,
 )
 from megatron_router_replay.mcore.model.layers import check_trace_layers, layer_numbers_of, routing_info
@@ -166,10 +167,10 @@ def test_chunks_are_one_model_or_several_and_never_one_twice():
 def test_a_module_without_routers_is_a_stage_of_a_model_with_experts_or_refused():
     stage, no_experts, with_router = model(dense(1)), model(dense(1), num_moe_experts=None), bare(nn.Module)
     with_router.layer = moe(1)
-    check_has_experts([stage, with_router], [find_routers(stage), find_routers(with_router)])
+    check_has_experts([walk(stage), walk(with_router)])
     for wrong, why in ((no_experts, "its config has num_moe_experts=None"), (nn.Linear(1, 1), "it has no config")):
         with pytest.raises(LayoutError, match=why):
-            check_has_experts([stage, bare(nn.Module, module=wrong)], [[], []])
+            check_has_experts([walk(stage), walk(bare(nn.Module, module=wrong))])
 
 
 def test_a_wrapper_without_a_config_has_one_child_with_routers_and_that_has_a_config():
@@ -184,13 +185,13 @@ def test_a_wrapper_without_a_config_has_one_child_with_routers_and_that_has_a_co
 
 @pytest.mark.parametrize("size", [None, 1, 2])
 def test_all_chunks_of_a_virtual_pipeline_are_there(size):
-    check_whole_pipeline([model(moe(number), virtual_pipeline_model_parallel_size=size) for number in (1, 2)])
+    check_whole_pipeline([walk(model(moe(number), virtual_pipeline_model_parallel_size=size)) for number in (1, 2)])
 
 
 def test_a_missing_chunk_of_a_virtual_pipeline_raises():
     chunks = [model(moe(number), virtual_pipeline_model_parallel_size=3) for number in (1, 2)]
     with pytest.raises(LayoutError, match=r"2 model chunks were given, but this rank has 3 .*not model\[0\]"):
-        check_whole_pipeline([bare(nn.Module, module=chunk) for chunk in chunks])
+        check_whole_pipeline([walk(bare(nn.Module, module=chunk)) for chunk in chunks])
 
 
 @pytest.mark.parametrize(
@@ -237,6 +238,7 @@ def test_routing_info_has_the_layers_experts_and_topk_of_the_config():
 
 STAGE = model(dense(3), moe(4), num_layers=6, mtp_num_layers=1, mtp_layers=(mtp(1, moe(1)),))
 WHOLE = model(moe(1), moe(2))
+VIRTUAL_STAGES = [model(layer, num_layers=4) for layer in (moe(1), dense(3))]
 WITH_PATTERN = model(dense(1), moe(2), dense(3), moe(4), pattern="*E*E")
 WITH_MTP_PATTERN = model(dense(1), moe(2), pattern="ME/*E/*E", mtp_num_layers=2)
 BUILT_OTHERWISE = model(dense(1), moe(2), moe_layer_freq=[1, 1])  # the numbers are right, and no advice helps
@@ -251,6 +253,8 @@ NO_ADVICE = r"(?s)^(?!.*renumber)"
         *((STAGE, given, None) for given in ([4], [2, 4, 6], [1, 2, 4, 5, 6], [4, 7])),
         (STAGE, [2, 6], r"layer 4 .* has no routes: the trace has layers \[2, 6\]"),
         (STAGE, [3, 4], "routes for layer 3, but that layer of the model is dense"),
+        (VIRTUAL_STAGES, [1, 2, 4], None),
+        (VIRTUAL_STAGES, [1, 3], "routes for layer 3, but that layer of the model is dense"),
         (STAGE, [4, 8], f"routes for layer 8, but the model has 6 {IN_MTP_BLOCK.format(1)}"),
         (WHOLE, [1, 2], None),
         (WHOLE, [1, 2, 3], "layer 3, but the model has 2 layers: it is of a deeper model"),
@@ -262,11 +266,12 @@ NO_ADVICE = r"(?s)^(?!.*renumber)"
     ],
 )
 def test_a_trace_has_the_layers_of_the_stage_or_of_the_whole_model(of, given, message):
+    walks = [walk(chunk) for chunk in as_chunks(of)]
     if message is None:
-        check_trace_layers(given, of)
+        check_trace_layers(given, walks)
         return
     with pytest.raises(TraceError, match=message):
-        check_trace_layers(given, of)
+        check_trace_layers(given, walks)
 
 
 def with_tower(*layers: Any, **tower: Any) -> nn.Module:
@@ -296,11 +301,11 @@ def with_tower(*layers: Any, **tower: Any) -> nn.Module:
 def test_layers_of_a_vision_tower_are_no_layers_of_the_decoder(layers, tower):
     stage = with_tower(*layers, **tower)
     assert layer_numbers_of(stage) == (2, 3, 4, 6)
-    check_trace_layers((2, 3, 4, 6), stage)
+    check_trace_layers((2, 3, 4, 6), [walk(stage)])
     # A dense layer of the decoder stays one, also where its config has no experts.
     for number in {each.layer_number for each in layers if not hasattr(each, "router")}:
         with pytest.raises(TraceError, match=f"MRR405: the trace has routes for layer {number}, but that layer"):
-            check_trace_layers(sorted({2, 3, 4, 6, number}), stage)
+            check_trace_layers(sorted({2, 3, 4, 6, number}), [walk(stage)])
     with pytest.raises(LayoutError, match="MRR411"):
         layer_numbers_of(with_tower(dense(3), moe(4), **tower))
 

@@ -511,4 +511,5 @@ def test_stages_are_compared_by_the_order_of_their_micro_batches(monkeypatch):
 
     assert digest(0, 1) == digest(0, 1)
     assert digest(0, 1) != digest(1, 0)
+    assert digest(0, 1) != digest(1, 1)
     assert digest(0, 0) != digest(1, 1)

@@ -19,7 +19,7 @@ def shares(sizes, sequence_parallel):
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         tp_cp_group=parallel_state.get_tensor_and_context_parallel_group(),
     )
-    chunk = Chunk(0, torch.nn.Identity(), [SimpleNamespace(router=router, layer_number=1)], rank=0, missing="")
+    chunk = Chunk(0, [torch.nn.Identity()], [SimpleNamespace(router=router, layer_number=1)], rank=0, missing="")
     return chunk.row_sharing, chunk.forward_part, chunk.sequence_share, chunk.router_shape((3, 8))
 
 
@@ -60,7 +60,7 @@ def stage_of(kind):
     router = SimpleNamespace(
         weight=torch.zeros(1), config=SimpleNamespace(sequence_parallel=False), tp_group=groups[dist.get_rank() // 2]
     )
-    return Chunk(0, module, [SimpleNamespace(router=router, layer_number=1)], rank=0, missing="").stage
+    return Chunk(0, [module], [SimpleNamespace(router=router, layer_number=1)], rank=0, missing="").stage
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,11 @@ def test_a_capacity_factor_drops_tokens_so_maps_cannot_be_verified():
     mrr.replay(chunk, random_trace(8)).close(check=False)  # without verify=True it may run
 
 
+def test_a_router_that_is_refused_without_verify_is_refused_with_it():
+    with pytest.raises(UnsupportedRouterError, match="moe_router_force_load_balancing=True replaces the logits"):
+        verified(Chunk(moe_router_force_load_balancing=True))
+
+
 @pytest.mark.parametrize(
     ("dispatcher", "backend", "scale", "raises"),
     [

@@ -506,7 +506,12 @@ class FaultyProgram(WrapperProgram):
             self.kind = "packs itself"
 
     def is_hidden(self, batch: Batch) -> bool:
-        """Ids that stay equal, or look replaced by one id wherever they stand, as placeholders are."""
+        """Ids that stay equal, or look replaced by one id wherever they stand, as placeholders are.
+
+        Or a token fewer in a packed row of one sequence and one position of padding, which a model that packs drops.
+        """
+        if self.fault == "drop" and batch.layout == "packed outside":
+            return batch.bounds == [0, len(batch.ids[0]) - 1]
         if self.fault not in SHOWN_BY_IDS:
             return False
         call = batch.inputs(declares=False)

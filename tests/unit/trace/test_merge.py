@@ -81,7 +81,7 @@ def test_another_set_of_experts_for_the_same_token_names_parts_row_and_layer(mon
     monkeypatch.setattr(join, "_BLOCK_BYTES", 5 * 4 * 2)  # blocks of five rows
     trace = make_trace(20, layer_numbers=LAYERS)
     wrong = trace.topk_indices.clone()
-    wrong[17, 2] = torch.tensor(sorted({0, 1, 2, 3} - set(trace.topk_indices[17, 2].tolist()))[:2])
+    wrong[17, 2, 0] = min({0, 1, 2} - set(trace.topk_indices[17, 2].tolist()))  # one expert of two
     other = RoutingTrace(topk_indices=wrong, layer_numbers=LAYERS, num_experts=8)
     # Part 0 ends before row 17.
     parts = [part_of(trace, [0, 13], LAYERS, num_tokens=17), trace, trace, part_of(other, range(20), (5, 8))]
