@@ -237,8 +237,8 @@ def _by_tokens(recorded: RoutingTrace) -> dict[tuple[int, ...], RoutingTrace]:
         first, known = sequences.setdefault(tokens, (begin, sequence))
         if why := unlike(recorded, first, begin, len(tokens)):
             raise ReplayStateError(
-                f"MRR208: two samples of a batch have the same {len(tokens)} tokens, and they {why}: their images differ, and "
-                "the tokens do not show whose routes are whose. Leave one of them out of the batch."
+                f"MRR208: two samples of a batch have the same {len(tokens)} tokens, and they {why}: their images differ, "
+                "and the tokens do not show whose routes are whose. Leave one of them out of the batch."
             )
         if sequence.num_tokens > known.num_tokens:
             sequences[tokens] = begin, sequence
