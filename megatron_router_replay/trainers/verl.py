@@ -209,12 +209,7 @@ def _record(chunks: Any, data: Any, run: Callable[[], Any]) -> Any:
     )
     if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         return output
-    # Routes depend on the tokens before them alone, so equal samples take the rows of the longest sequence.
-    sequences: dict[tuple[int, ...], RoutingTrace] = {}
-    for sequence in sorted(whole.samples(), key=lambda sample: sample.num_tokens):
-        assert sequence.token_ids is not None, "a recording has them"
-        sequences[_without_padding(sequence.token_ids)] = sequence
-    values, ids = [], data["input_ids"]
+    sequences, values, ids = _by_tokens(whole), [], data["input_ids"]
     for i, tokens in enumerate(ids.unbind()):
         recorded = sequences.get(_without_padding(tokens))
         if recorded is None or not bool(recorded.replay_mask[: len(tokens)].all()) or recorded.num_tokens < len(tokens):
@@ -224,6 +219,31 @@ def _record(chunks: Any, data: Any, run: Callable[[], Any]) -> Any:
         torch.cat(values).to(ids.device), offsets=ids.offsets()
     )
     return output
+
+
+def _by_tokens(recorded: RoutingTrace) -> dict[tuple[int, ...], RoutingTrace]:
+    """Return the recorded sequences by their tokens, without padding; of equal ones, the longest.
+
+    Raises:
+        ReplayStateError: equal ones have routes of different inputs, such as images.
+    """
+    from megatron_router_replay.mcore.batches.equal_samples import unlike
+
+    sequences: dict[tuple[int, ...], tuple[int, RoutingTrace]] = {}
+    begin = 0
+    for sequence in recorded.samples():
+        assert sequence.token_ids is not None, "a recording has them"
+        tokens = _without_padding(sequence.token_ids)
+        first, known = sequences.setdefault(tokens, (begin, sequence))
+        if why := unlike(recorded, first, begin, len(tokens)):
+            raise ReplayStateError(
+                f"MRR208: two samples of a batch have the same {len(tokens)} tokens, and they {why}: their images differ, "
+                "and the tokens do not show whose routes are whose. Leave one of them out of the batch."
+            )
+        if sequence.num_tokens > known.num_tokens:
+            sequences[tokens] = begin, sequence
+        begin += sequence.num_tokens
+    return {tokens: sequence for tokens, (_, sequence) in sequences.items()}
 
 
 def _without_padding(tokens: Tensor) -> tuple[int, ...]:

@@ -1,12 +1,13 @@
-"""Token ids that travel with routes, as more layers."""
+"""Token ids that travel with routes, as more layers; sequences of a recording by their tokens."""
 
 import re
 
 import pytest
 import torch
 
-from megatron_router_replay.errors import PayloadError
-from megatron_router_replay.trainers import nemo_rl, skyrl, token_layers
+import megatron_router_replay as mrr
+from megatron_router_replay.errors import PayloadError, ReplayStateError
+from megatron_router_replay.trainers import nemo_rl, skyrl, token_layers, verl
 from tests.trainers import oracle
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -145,3 +146,25 @@ def test_only_before_an_eos_that_skyrl_appends_may_a_trained_token_of_it_lack_a_
     for response, rows in (([6, 2], 1), ([6, 7], 2)):
         with pytest.raises(PayloadError, match=rf"MRR802: sample 0 has 4 tokens, .* with {rows + 1} rows at least"):
             num_rows(response, rows)
+
+
+def recorded(routes, lengths):
+    """A recording of sequences [5, 6, ..., padded with 0], one of each length, with these routes."""
+    rows = torch.cat([each[:length] for each, length in zip(routes, lengths)])
+    tokens = torch.cat([torch.cat([torch.arange(5, 45), torch.zeros(length - 40)]) for length in lengths]).int()
+    return mrr.RoutingTrace(
+        topk_indices=rows, layer_numbers=[1, 2], num_experts=32, token_ids=tokens, sequence_lengths=lengths
+    )
+
+
+def test_sequences_of_verl_with_equal_tokens_have_one_image():
+    one, other = (
+        torch.rand(48, 2, 32, generator=torch.Generator().manual_seed(seed)).topk(4).indices for seed in (0, 1)
+    )
+    ((tokens, longest),) = verl._by_tokens(recorded([one, one, one], [40, 48, 44])).items()
+    assert tokens == tuple(range(5, 45))
+    assert torch.equal(longest.topk_indices, one.to(torch.uint8))
+    with pytest.raises(
+        ReplayStateError, match=r"MRR208: two samples .* the same 40 tokens, and they have different routes"
+    ):
+        verl._by_tokens(recorded([one, one, other], [48, 40, 44]))

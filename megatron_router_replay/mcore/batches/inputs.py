@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron_router_replay.checks import as_integers
 from megatron_router_replay.errors import LayoutError, ReplayStateError
-from megatron_router_replay.mcore.batches.hidden_states import INSERTS, ForwardTokens, alignment_of
+from megatron_router_replay.mcore.batches.hidden_states import INSERTS, Alignment, ForwardTokens, alignment_of
 from megatron_router_replay.mcore.batches.segments import CpPartition, Segments
 from megatron_router_replay.mcore.core.streams import collective_device, to_host
 
@@ -205,46 +205,22 @@ class TokenReader:
             LayoutError: a token id is below 0, or 2 ** 31 or more; or they are laid out as nothing that is known.
         """
         source = inputs if inputs.outer is None else inputs.outer
-        if inputs.has_cache:
-            raise ReplayStateError(
-                f"MRR424: {where}: {type(module).__name__} got an inference_context, and its cache has the tokens before "
-                "its input_ids, so their rows cannot be found. Generate inside `session.paused()`."
-            )
-        if source is TAKEN:
-            raise ReplayStateError(
-                f"MRR407: {where}: {type(module).__name__} ran twice in one forward of the model around it, so which of its "
-                "tokens it has is not known. Run the second one inside `session.paused()`, or give its rows [b, s] by "
-                "session.microbatch(rows, model) right before it."
-            )
-        if source.input_ids is None:
-            raise ReplayStateError(
-                f"MRR424: {where}: {type(module).__name__} got no input_ids, nor did a model around it, so the tokens that "
-                "it routes are not known. Pass input_ids to every pipeline stage; open the session on the model that gets "
-                "them, as a multimodal model, not on a part of it; or give rows [b, s] right before the forward, by "
-                "session.microbatch(rows, model)."
-            )
+        if inputs.has_cache or source.input_ids is None:
+            raise _no_tokens(module, inputs, source, where)
         group = context_parallel_group(module, inputs.packed_seq_params)
-        kind = _Kind.of(module, inputs, source)
-        (ids, *arrays), bounds, outer_bounds, language_ids = _read_host(inputs, source, kind, group)
-        layout = self._segments_of(inputs, kind.shape, group, *bounds)
+        shapes = _Shapes.of(module, inputs, source)
+        (ids, *arrays), bounds, outer_bounds, language_ids = _read_host(inputs, source, shapes, group)
+        layout = self._segments_of(inputs, shapes.shape, group, *bounds)
         raw = layout
-        if not kind.is_alike or (outer_bounds is not None and group is None and not _same(outer_bounds[0], bounds[0])):
-            was = (bounds if outer_bounds is None else outer_bounds) if kind.was_packed else (None, None)
-            if was[0] is not None and was[0][-1] > kind.ids_shape[1]:
-                raise LayoutError(
-                    f"MRR201: {where}: input_ids have {kind.ids_shape[1]} packed tokens, and cu_seqlens are of {was[0][-1]} "
-                    f"hidden states: {INSERTS}"
-                )
-            raw = Segments.of(kind.ids_shape, was[0], unpadded=was[1])
+        if not shapes.is_alike or (
+            outer_bounds is not None and group is None and not _same(outer_bounds[0], bounds[0])
+        ):
+            raw = shapes.raw_segments(bounds if outer_bounds is None else outer_bounds, where)
         is_alike = raw is layout
         tokens, *arrays = (raw.in_order(each) for each in (ids, *arrays))
         if tokens.size and not 0 <= tokens.min() <= tokens.max() <= MAX_TOKEN:
-            at = int(np.flatnonzero((tokens < 0) | (tokens > MAX_TOKEN))[0])
-            raise LayoutError(
-                f"MRR201: {raw.place(at)} is {int(tokens[at])}: token ids must be 0 to 2 ** 31 - 1. A model that puts "
-                "other inputs at such places takes session.microbatch(rows, model)."
-            )
-        masks = dict(zip(kind.columns[1:], arrays))
+            raise _no_token_id(raw, tokens)
+        masks = dict(zip(shapes.columns[1:], arrays))
         if "position_ids" in masks:
             raw = raw.cut(masks["position_ids"])
         raw, kept = self._with_lengths(raw, masks)
@@ -254,26 +230,24 @@ class TokenReader:
             return ForwardTokens(
                 segments=raw, tokens=tokens, layout=raw, rank=rank, kept=kept, language_ids=language_ids
             )
-        if kind.is_packed and not (kind.was_packed or raw.lengths_known or self.padding_token_ids is not None):
-            # cu_seqlens gives the lengths of packed sequences, so raw tokens after them are padding.
-            size = (layout.stop - layout.begin)[: len(raw.begin)]
-            if len(size) == len(raw.begin):
-                raw = replace(raw, stop=np.minimum(raw.stop, raw.begin + size))
-        cp_size = 1 if group is None else group.size()
-        is_later = inputs.outer is None and not getattr(module, "pre_process", True)
-        sizes = None
-        if inputs.outer is None and kind.is_packed and not kind.was_packed:  # it packs its own rows, as its caller asks
-            sizes = (layout.stop - layout.begin)[: len(raw.begin)]
         return ForwardTokens(
-            segments=raw,
+            segments=self._bounded(raw, layout, shapes),
             tokens=tokens,
             layout=layout,
-            is_packed=(kind.was_packed, kind.is_packed),
+            is_packed=(shapes.was_packed, shapes.is_packed),
             rank=rank,
             kept=kept,
-            alignment=None if is_later else alignment_of(module.config, cp_size, sizes=sizes),
+            alignment=_alignment(module, inputs, shapes, raw, layout, 1 if group is None else group.size()),
             language_ids=language_ids,
         )
+
+    def _bounded(self, raw: Segments, layout: Segments, shapes: _Shapes) -> Segments:
+        """Return the Segments of tokens that packing cuts, if nothing else says where they end."""
+        if shapes.was_packed or not shapes.is_packed or raw.lengths_known or self.padding_token_ids is not None:
+            return raw
+        # cu_seqlens gives the lengths of packed sequences, so raw tokens after them are padding.
+        size = (layout.stop - layout.begin)[: len(raw.begin)]
+        return replace(raw, stop=np.minimum(raw.stop, raw.begin + size)) if len(size) == len(raw.begin) else raw
 
     def _with_lengths(self, segments: Segments, masks: dict[str, Any]) -> tuple[Segments, Any]:
         """Return the Segments with the lengths that masks give, and what an attention mask keeps, see ForwardTokens."""
@@ -299,7 +273,51 @@ class TokenReader:
         return known, kept
 
 
-class _Kind(NamedTuple):
+def _alignment(
+    module: nn.Module, inputs: ForwardInputs, shapes: _Shapes, raw: Segments, layout: Segments, cp_size: int
+) -> Alignment | None:
+    """Return the Alignment of hidden states that are laid out otherwise than the tokens, see ForwardTokens."""
+    if inputs.outer is not None:
+        return alignment_of(module.config, cp_size)
+    if not getattr(module, "pre_process", True):
+        return None
+    packs = shapes.is_packed and not shapes.was_packed  # its own rows, as its caller asks
+    sizes = (layout.stop - layout.begin)[: len(raw.begin)] if packs else None
+    return alignment_of(module.config, cp_size, sizes=sizes)
+
+
+def _no_tokens(module: nn.Module, inputs: ForwardInputs, source: ForwardInputs, where: str) -> ReplayStateError:
+    """Return the error of a forward whose tokens are not known."""
+    name = type(module).__name__
+    if inputs.has_cache:
+        return ReplayStateError(
+            f"MRR424: {where}: {name} got an inference_context, and its cache has the tokens before "
+            "its input_ids, so their rows cannot be found. Generate inside `session.paused()`."
+        )
+    if source is TAKEN:
+        return ReplayStateError(
+            f"MRR407: {where}: {name} ran twice in one forward of the model around it, so which of its "
+            "tokens it has is not known. Run the second one inside `session.paused()`, or give its rows [b, s] by "
+            "session.microbatch(rows, model) right before it."
+        )
+    return ReplayStateError(
+        f"MRR424: {where}: {name} got no input_ids, nor did a model around it, so the tokens that "
+        "it routes are not known. Pass input_ids to every pipeline stage; open the session on the model that gets "
+        "them, as a multimodal model, not on a part of it; or give rows [b, s] right before the forward, by "
+        "session.microbatch(rows, model)."
+    )
+
+
+def _no_token_id(raw: Segments, tokens: Any) -> LayoutError:
+    """Return the error of tokens of which one is no token id."""
+    at = int(np.flatnonzero((tokens < 0) | (tokens > MAX_TOKEN))[0])
+    return LayoutError(
+        f"MRR201: {raw.place(at)} is {int(tokens[at])}: token ids must be 0 to 2 ** 31 - 1. A model that puts other inputs "
+        "at such places takes session.microbatch(rows, model)."
+    )
+
+
+class _Shapes(NamedTuple):
     """The layout of a forward's tokens by their shapes, before the host has read them.
 
     Args:
@@ -321,7 +339,7 @@ class _Kind(NamedTuple):
     outer_bounds: Bounds | None
 
     @classmethod
-    def of(cls, module: nn.Module, inputs: ForwardInputs, source: ForwardInputs) -> _Kind:
+    def of(cls, module: nn.Module, inputs: ForwardInputs, source: ForwardInputs) -> _Shapes:
         assert source.input_ids is not None, "checked"
         ids_shape = int(source.input_ids.shape[0]), int(source.input_ids.shape[1])
         shape = hidden_shape(module, inputs.hidden) or ids_shape
@@ -350,6 +368,23 @@ class _Kind(NamedTuple):
             bounds, outer_bounds if has_outer_bounds else None,
         )  # fmt: skip
 
+    def raw_segments(self, bounds: Any, where: str) -> Segments:
+        """Return the Segments of tokens that are not laid out as the hidden states.
+
+        Args:
+            bounds: of the tokens, on the host, padded and unpadded.
+
+        Raises:
+            LayoutError: there are fewer packed tokens than cu_seqlens count.
+        """
+        padded, unpadded = bounds if self.was_packed else (None, None)
+        if padded is not None and padded[-1] > self.ids_shape[1]:
+            raise LayoutError(
+                f"MRR201: {where}: input_ids have {self.ids_shape[1]} packed tokens, and cu_seqlens are of {padded[-1]} "
+                f"hidden states: {INSERTS}"
+            )
+        return Segments.of(self.ids_shape, padded, unpadded=unpadded)
+
 
 def has_own_forward(module: nn.Module, inputs: ForwardInputs | None = None) -> bool:
     """Return whether layers may get tokens in another layout than the module: not where its forward is Megatron-Core's."""
@@ -359,19 +394,19 @@ def has_own_forward(module: nn.Module, inputs: ForwardInputs | None = None) -> b
 
 
 def _read_host(
-    inputs: ForwardInputs, source: ForwardInputs, kind: _Kind, group: Any
+    inputs: ForwardInputs, source: ForwardInputs, shapes: _Shapes, group: Any
 ) -> tuple[list[Any], Any, Any, Any]:
     """Return on the host: the columns of all ranks that have a part of the tokens, bounds, those around them, and more ids.
 
     One wait for a GPU.
     """
-    columns: list[Tensor] = [getattr(source, name) for name in kind.columns]
-    padded, unpadded = kind.bounds
-    bounds = [padded, None if unpadded is padded else unpadded, *(kind.outer_bounds or ())]
+    columns: list[Tensor] = [getattr(source, name) for name in shapes.columns]
+    padded, unpadded = shapes.bounds
+    bounds = [padded, None if unpadded is padded else unpadded, *(shapes.outer_bounds or ())]
     ids = inputs.input_ids if inputs.outer is not None else None
-    if ids is not None and tuple(ids.shape) != kind.shape:
+    if ids is not None and tuple(ids.shape) != shapes.shape:
         ids = None
-    device = collective_device(group) if group is not None and kind.is_alike else None
+    device = collective_device(group) if group is not None and shapes.is_alike else None
     if device is not None and device.type != "cpu":
         columns = _gathered([each.to(device) for each in columns], group)
     *arrays, ids = to_host([*columns, *bounds, ids])

@@ -302,10 +302,11 @@ def _routing_hook(original: Any) -> Any:
         sources = _sources.get(self)
         source: ExpertSource | None = sources[-1] if sources else driver_of(self)
         if sources is None:
-            if source is None:
+            if source is not None:
+                _sources[self] = []
+            elif not tape.has_entry(self):  # of a forward before `forget`
                 _count_unregistered(self)
                 return cast("tuple[Tensor, Tensor]", original(self, logits, *args, **kwargs))
-            _sources[self] = []
         # The call before entered no dispatcher, if it was a recompute of the router alone, or failed after the routing.
         dispatch.thread.outputs.pop(id(self), None)
         call, is_written = routing_call(self, source, logits.shape[:-1])

@@ -174,6 +174,12 @@ def checkpoint_state() -> CheckpointState:
     return _NO_RECOMPUTE[task != -1, bool(runs)]
 
 
+def has_entry(router: Any) -> bool:
+    """Return whether this thread recomputes a checkpoint whose forward called the router."""
+    run = checkpoint_state().recompute
+    return run is not None and any(entry.router is router for entry in run.tape.entries)
+
+
 def write(entry: Entry) -> None:
     """Write a router call on the tape of each open forward run.
 

@@ -58,8 +58,8 @@ class GroupCheck:
             self.ranks = (
                 dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
             )
-        self._published = len(self.ranks) == 1
-        if not self._published:
+        self._has_published = len(self.ranks) == 1
+        if not self._has_published:
             self._store: Any = distributed_c10d._get_default_store()
             prefix = f"router_replay/{len(self.ranks)}-{hash(tuple(self.ranks)) & 0xFFFFFFFF:x}"
             # Counted in the store, because a job that is initialised again may get a new store, or the same one.
@@ -70,7 +70,7 @@ class GroupCheck:
 
     def fail(self) -> None:
         """Publish that this rank left its session by an exception, in place of `finish`; once, and not after `finish`."""
-        if self._published:
+        if self._has_published:
             return
         try:
             result = self._publish(None)
@@ -113,28 +113,28 @@ class GroupCheck:
 
     def _publish(self, summary: RankSummary | None) -> GroupResult | None:
         """Publish this rank's numbers, None if it failed. Return the result if this rank comes last."""
-        self._published = True
+        self._has_published = True
         if self._store.add(self._key("arrived"), 1) < len(self.ranks):
-            self._store.set(self._key(self.rank), json.dumps(_published(summary), separators=(",", ":")))
+            self._store.set(self._key(self.rank), json.dumps(_to_json(summary), separators=(",", ":")))
             return None
         others = [rank for rank in self.ranks if rank != self.rank]
         # Each of them has arrived, so its numbers are in the store, or will be in a moment.
         texts = map(json.loads, self._store.multi_get([self._key(rank) for rank in others]))
-        summaries = {rank: _read(values) for rank, values in zip(others, texts)}
+        summaries = {rank: _of_json(values) for rank, values in zip(others, texts)}
         result = group_result(summaries | {self.rank: summary})
         self._store.set(self._key("result"), json.dumps(asdict(result)))
         self._store.delete_key(self._key("arrived"))
         return result
 
 
-def _published(summary: RankSummary | None) -> Any:
-    """Return a summary as JSON values, None if the rank failed; `_read` is the inverse."""
+def _to_json(summary: RankSummary | None) -> Any:
+    """Return a summary as JSON values, None if the rank failed; `_of_json` is the inverse."""
     if summary is None:
         return None
     return summary._replace(agreement=None if summary.agreement is None else summary.agreement.published())
 
 
-def _read(values: Any) -> RankSummary | None:
+def _of_json(values: Any) -> RankSummary | None:
     if values is None:
         return None
     summary = RankSummary(*values)

@@ -1,4 +1,4 @@
-"""Decide what all ranks of a session raise, or warn of, from their summaries; all ranks compute the same."""
+"""Decide what all ranks of a session raise, or warn of, from their summaries, on the rank that comes last."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Verdict(NamedTuple):
 
 
 def group_verdict(everyone: Sequence[RankAgreement], least: float) -> Verdict:
-    """Return the faults of the routes of a group of ranks; all ranks compute the same.
+    """Return the faults of the routes of a group of ranks.
 
     Args:
         everyone: of each rank.

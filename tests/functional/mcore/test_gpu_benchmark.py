@@ -25,12 +25,12 @@ def report_of(path, *arguments):
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """Run without and with planted faults at the same time, because a part that hangs is waited for."""
+    """Run without and with planted faults at the same time, first the one with a part that hangs, which is waited for."""
     folder = tmp_path_factory.mktemp("reports")
     runs = {
+        "hang": ("--plant", "hang", "--limit-s", "60"),
         "no fault": (),
         "wrong": ("--plant", "wait", "pageable", "layer", "exception"),
-        "hang": ("--plant", "hang", "--limit-s", "60"),
     }
     with ThreadPoolExecutor(2) as pool:
         started = {name: pool.submit(report_of, folder / name, *options) for name, options in runs.items()}

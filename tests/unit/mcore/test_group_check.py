@@ -20,7 +20,7 @@ import megatron_router_replay as mrr
 from megatron_router_replay.checks import _warned
 from megatron_router_replay.mcore.batches.forward_counts import ForwardCounts
 from megatron_router_replay.mcore.core.hooks import sources_of
-from megatron_router_replay.mcore.judge.group_check import GroupCheck, _published, _read
+from megatron_router_replay.mcore.judge.group_check import GroupCheck, _of_json, _to_json
 from megatron_router_replay.mcore.judge.group_result import (
     GroupResult,
     RankSummary,
@@ -448,13 +448,13 @@ def agreement_of(rank, *anomalies, layers=58):
 def test_a_rank_publishes_what_is_judged_and_no_more(evidence):
     """Of 58 layers, less than 3 kB; the ranks that read it come to the same verdict."""
     everyone = [agreement_of(rank, 3.5, 70.0, evidence, 12.0 if rank else 72.5) for rank in range(16)]
-    published = [_read(json.loads(json.dumps(_published(summary(agreement=each))))).agreement for each in everyone]
+    published = [_of_json(json.loads(json.dumps(_to_json(summary(agreement=each))))).agreement for each in everyone]
     for least in (0.01, 0.25, 0.9):
         assert group_verdict(published, least) == group_verdict(everyone, least)
     assert bool(group_verdict(published, 1e-9).problems)
     assert max(len(each.anomalies) for each in published) == 1
-    texts = [json.dumps(_published(summary(agreement=each)), separators=(",", ":")) for each in everyone]
+    texts = [json.dumps(_to_json(summary(agreement=each)), separators=(",", ":")) for each in everyone]
     assert max(map(len, texts)) < 3_000
-    assert _published(None) is None
-    assert _read(json.loads(json.dumps(_published(None)))) is None
-    assert _read(json.loads(json.dumps(_published(summary(1, 2, 3))))) == summary(1, 2, 3)
+    assert _to_json(None) is None
+    assert _of_json(json.loads(json.dumps(_to_json(None)))) is None
+    assert _of_json(json.loads(json.dumps(_to_json(summary(1, 2, 3))))) == summary(1, 2, 3)

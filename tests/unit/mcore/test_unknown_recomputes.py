@@ -19,6 +19,7 @@ from tests.unit.mcore.tiny_chunk import (
     flips,
     forward,
     non_reentrant,
+    num_recomputed,
     plain,
     random_trace,
     recompute,
@@ -27,6 +28,7 @@ from tests.unit.mcore.tiny_chunk import (
     unknown,
     watched,
     with_gradients,
+    wrong_replays,
 )
 
 UNKNOWN = "no tape of its forward is known"
@@ -277,6 +279,22 @@ def test_a_step_after_a_session_with_ones_own_checkpoint_raises_until_uninstall(
     mrr.uninstall()
     mrr.install()
     assert all(map(torch.equal, gradients_of_a_step(chunk), gradients_of_a_step(never_held)))
+
+
+@pytest.mark.parametrize("around", [reentrant, non_reentrant])
+def test_a_recompute_after_uninstall_has_the_experts_of_its_forward(around):
+    chunk, trace = Chunk(), random_trace()
+    chunk.around = around
+    with watched(chunk) as seen:
+        with mrr.replay(chunk, trace, min_agreement=0) as session:
+            loss = forward(chunk, session)
+        mrr.uninstall()
+        disturbed_backward(chunk, loss)
+    assert (num_recomputed(seen), wrong_replays(seen, trace)) == (3, 0)
+    disturb(chunk, seed=3)
+    with watched(chunk) as seen:  # a step of its own is live
+        disturbed_backward(chunk, forward(chunk))
+    assert flips(seen) > 0
 
 
 def test_uninstall_leaves_the_routers_of_an_open_session_registered():

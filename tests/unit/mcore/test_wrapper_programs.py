@@ -306,11 +306,10 @@ class WrapperProgram(Program):
         holders = [s for s in self.samples if s.tokens[: len(part.tokens)] == part.tokens]
         holders = holders or [s for s in self.samples if s.tokens == part.tokens[:-1]]
         known = [s.experts[offset] for s in self.samples if s.tokens[: offset + 1] == prefix]
-        known += self._of_kept(batch, row, column)
-        may_be_live = offset >= len(part.tokens) or any(
-            offset >= len(s.experts) or s.experts[offset] is None for s in holders
-        )
-        return known, may_be_live
+        of_kept = self._of_kept(batch, row, column)
+        may_be_live = None in of_kept or offset >= len(part.tokens)
+        may_be_live |= any(offset >= len(s.experts) or s.experts[offset] is None for s in holders)
+        return known + of_kept, may_be_live
 
     def _of_kept(self, batch: Batch, row: int, column: int) -> list[Any]:
         """Return the experts of a token in the sequence that a wrong mask keeps."""
