@@ -26,18 +26,18 @@ INSERTS = (
 
 
 class Alignment(NamedTuple):
-    """How packing, or a model that pads its rows, fills each sequence of hidden states behind its tokens.
+    """The lengths to which packing, or a model that pads its rows, fills sequences of hidden states after their tokens.
 
     Args:
         multiples: all sequences are filled to the next multiple of one of these, and not further.
-        of_row: the last sequence, or the rest behind it, may be filled further, up to a multiple of it for the whole row.
+        of_row: the last sequence, or the rest after it, may be filled further, up to a multiple of it for the whole row.
     """
 
     multiples: tuple[int, ...]
     of_row: int
 
     def explains(self, number: Any, size: Any) -> bool:
-        """Return whether sequences of `size` hidden states, [S], have those of `number` tokens and what is filled in."""
+        """Return whether `number` tokens, [S], filled up in this way, make `size` hidden states, [S]."""
         for multiple in (1, *self.multiples):
             filled = -(-number // multiple) * multiple
             if (size == filled).all():

@@ -23,10 +23,7 @@ from megatron_router_replay.mcore.batches import misfit
 from megatron_router_replay.mcore.batches.equal_samples import unlike
 from megatron_router_replay.mcore.batches.forward_counts import ForwardCounts
 from megatron_router_replay.mcore.batches.hidden_states import ForwardTokens
-from megatron_router_replay.mcore.batches.inputs import (
-    ForwardInputs,
-    TokenReader,
-)
+from megatron_router_replay.mcore.batches.inputs import ForwardInputs, TokenReader
 from megatron_router_replay.mcore.batches.misfit import CUT, PADDED_LEFT, Misfit, Names
 from megatron_router_replay.mcore.batches.row_inputs import RowInputs
 from megatron_router_replay.mcore.batches.samples import (

@@ -69,7 +69,7 @@ class GroupCheck:
                 self._store.delete_key(self._keys.over.pop())
 
     def fail(self) -> None:
-        """Publish that this rank left its session by an exception, in place of `finish`; once, and not after `finish`."""
+        """Publish that this rank left its session by an exception; a no-op once it has published."""
         if self._has_published:
             return
         try:

@@ -76,7 +76,7 @@ class SharedBlock(NamedTuple):
 
 
 class RankAgreement(NamedTuple):
-    """What a rank compared in a session, and what it found.
+    """The sums of a rank over the layers that it compared in a session, and its anomalies.
 
     Args:
         replica: of its tensor-parallel ranks with the same rows, which number it has.
